@@ -1,0 +1,189 @@
+"""A CPU platform for SGLang on which MLA models and DCP run: for tests, chosen with ``SGLANG_PLATFORM=dcp_cpu_testbed``.
+
+The real Scheduler, radix cache, paged allocator, KV pool, DeepSeek-V2 forward and DCP collectives (over gloo) run on CPU
+tensors; Triton kernels run through Triton's interpreter (``TRITON_INTERPRET=1``). SGLang has no DCP on CPU, so a few
+places are told otherwise. :data:`SHIMS` is the whole list. Without the variable, neither entry point does anything.
+
+This module is loaded in every SGLang process of everybody who installs the package: it imports only the standard
+library, the rest comes when the test bed is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+NAME = "dcp_cpu_testbed"
+PLATFORM_CLASS = "sglang_dcp_block.testing.cpu_platform:CpuTestbedPlatform"
+#: A folder: every scheduler writes its KV rows there (see :mod:`sglang_dcp_block.testing.probe`). Works on any platform.
+AUDIT_VARIABLE = "SGLANG_DCP_BLOCK_AUDIT"
+
+
+class Shim(NamedTuple):
+    """One replaced name: ``module`` and dotted ``attribute``, ``make(original) -> replacement``.
+
+    when: "start" (as the plugin loads), "model" (after the model is loaded: modules that SGLang imports late) or
+    "disaggregation" (the same moment, in a prefill or decode server). adds: the name doesn't exist without a GPU.
+    """
+
+    when: str
+    module: str
+    attribute: str
+    make: Callable[[Any], Any]
+    why: str
+    adds: bool = False
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda _original: value
+
+
+def _with_cuda_branch(original: Callable) -> Callable:
+    """``original`` with its module's ``_is_cuda`` true while it runs, so that it takes the branch a GPU takes."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        module_globals = original.__globals__
+        before = module_globals["_is_cuda"]
+        module_globals["_is_cuda"] = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module_globals["_is_cuda"] = before
+
+    return wrapper
+
+
+def _gloo_all_to_all_single(_original: Callable) -> Callable:
+    def all_to_all_single(self: Any, output: Any, input: Any) -> None:
+        import torch.distributed
+
+        if self.world_size == 1:
+            output.copy_(input)
+        else:
+            torch.distributed.all_to_all_single(output, input, group=self.device_group)
+
+    return all_to_all_single
+
+
+def _flashinfer(name: str) -> Callable[[Any], Any]:
+    def make(_original: Any) -> Any:
+        return getattr(importlib.import_module("sglang_dcp_block.testing.flashinfer_torch"), name)
+
+    return make
+
+
+def _cpu_factories(torch_module: Any) -> Any:
+    return importlib.import_module("sglang_dcp_block.testing.flashinfer_torch").CpuFactories(torch_module)
+
+
+_STATE = "sglang.srt.distributed.parallel_state"
+_FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
+_FORWARD_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
+_MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
+
+SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "start",
+        _STATE,
+        "is_cuda",
+        _constant(lambda: True),
+        "initialize_model_parallel, the module's only caller, refuses DCP off CUDA, HIP, NPU and XPU",
+    ),
+    Shim(
+        "start",
+        _STATE,
+        "_is_cpu",
+        _constant(True),
+        "collectives through torch.distributed: the custom ops have no CPU kernel",
+    ),
+    Shim(
+        "start",
+        _STATE,
+        "GroupCoordinator.all_to_all_single",
+        _gloo_all_to_all_single,
+        "the a2a merge calls a custom op without asking for _is_cpu",
+    ),
+    Shim(
+        "start",
+        "sglang.srt.mem_cache.allocation",
+        "_is_cuda",
+        _constant(True),
+        "_alloc_page_size, its only reader, widens the page under DCP on accelerators only",
+    ),
+    Shim(
+        "model",
+        _FORWARD_MHA,
+        "DeepseekMHAForwardMixin._set_mla_kv_buffer",
+        _with_cuda_branch,
+        "other devices write through set_kv_buffer, which refuses DCP",
+    ),
+    Shim(
+        "model",
+        _FLASHINFER_MLA,
+        "BatchMLAPagedAttentionWrapper",
+        _flashinfer("BatchMLAPagedAttentionWrapper"),
+        "FlashInfer needs a GPU",
+        adds=True,
+    ),
+    Shim(
+        "model",
+        _FLASHINFER_MLA,
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        _flashinfer("BatchPrefillWithRaggedKVCacheWrapper"),
+        "FlashInfer needs a GPU",
+        adds=True,
+    ),
+    Shim(
+        "model",
+        _FLASHINFER_MLA,
+        "torch",
+        _cpu_factories,
+        'the module says device="cuda" and pin_memory=True literally',
+    ),
+    Shim(
+        "disaggregation",
+        _MOONCAKE,
+        "MooncakeKVSender.supports_host_tensor_indices",
+        _constant(False),
+        "the true branch pins host memory and records CUDA events; SGLang has a synchronous one",
+    ),
+)
+
+
+def activate() -> str | None:
+    """Entry point ``sglang.srt.platforms``: the platform class, or None when the test bed wasn't asked for."""
+    return PLATFORM_CLASS if os.environ.get("SGLANG_PLATFORM") == NAME else None
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``: the shims of the test bed and the KV probe, each only when asked for."""
+    if os.environ.get("SGLANG_PLATFORM") == NAME:
+        install("start")
+    if os.environ.get(AUDIT_VARIABLE):
+        importlib.import_module("sglang_dcp_block.testing.probe").install(os.environ[AUDIT_VARIABLE])
+
+
+_installed: set[str] = set()
+
+
+def install(when: str) -> None:
+    """Apply the shims of one moment, once. A missing target stops the process: half a test bed proves nothing."""
+    if when in _installed:
+        return
+    _installed.add(when)
+    for shim in SHIMS:
+        if shim.when != when:
+            continue
+        owner: Any = importlib.import_module(shim.module)
+        *path, name = shim.attribute.split(".")
+        try:
+            for part in path:
+                owner = getattr(owner, part)
+            original = None if shim.adds else getattr(owner, name)
+        except AttributeError as error:
+            raise SystemExit(f"CPU test bed: {shim.module} has no {shim.attribute}; it knows sglang 0.5.23") from error
+        setattr(owner, name, shim.make(original))

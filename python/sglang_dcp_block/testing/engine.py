@@ -1,0 +1,189 @@
+"""Start real SGLang engines on the CPU test bed, each in a process of its own, and collect what they answered.
+
+    case = Case(EngineSpec(tp=2, dcp=2, block=64), rounds=[Round(prompts=[[5, 6, 7]], new_tokens=8)])
+    result = run(case, workdir)
+
+A case is one engine start and any number of rounds; a round is one batch of greedy requests. The engine runs in
+``python -m sglang_dcp_block.testing.run_case``: a crash or a hang ends as :class:`EngineFailed` with the log's tail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE, NAME
+from sglang_dcp_block.testing.tiny_model import TinyMla, cached
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine. block None: stock, without our plugin. max_total_tokens: KV rows of one rank.
+
+    chunked: chunked prefill size in tokens, None for off. extra: further ``sgl.Engine`` arguments. env: further
+    environment variables (``SGLANG_TEST_RETRACT`` and the like).
+    """
+
+    tp: int = 1
+    dcp: int = 1
+    block: int | None = None
+    backend: str = "triton"
+    comm: str = "ag_rs"
+    page: int = 1
+    chunked: int | None = None
+    max_total_tokens: int = 4096
+    max_running: int = 16
+    context: int = 2048
+    heads: int = 4
+    extra: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``sgl.Engine``. Everything that a CPU can't do or a test doesn't need is off."""
+        arguments = {
+            "model_path": str(cached(TinyMla(heads=self.heads))),
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": self.backend,
+            "sampling_backend": "pytorch",
+            "tp_size": self.tp,
+            "page_size": self.page,
+            "max_total_tokens": self.max_total_tokens,
+            "max_running_requests": self.max_running,
+            "context_length": self.context,
+            "chunked_prefill_size": -1 if self.chunked is None else self.chunked,
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "skip_server_warmup": True,
+            "mem_fraction_static": 0.2,
+            "random_seed": 1,
+            "log_level": "info",
+        }
+        if self.dcp > 1:
+            arguments |= {"dcp_size": self.dcp, "dcp_comm_backend": self.comm}
+        if self.block is not None:
+            arguments["dcp_block_size"] = self.block
+        return arguments | self.extra
+
+    def environment(self, audit: Path | None = None) -> dict[str, str]:
+        """The process environment: test bed on, one thread and one core per rank (ranks share cores round-robin)."""
+        cores = sorted(os.sched_getaffinity(0))
+        environment = os.environ | {
+            "SGLANG_PLATFORM": NAME,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(self.tp)),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+        }
+        if self.block is None:  # stock: our plugin isn't even loaded
+            environment["SGLANG_PLUGINS"] = NAME
+        if audit is not None:
+            environment[AUDIT_VARIABLE] = str(audit)
+        return environment | self.env
+
+
+@dataclass(frozen=True)
+class Round:
+    """One batch of greedy requests. new_tokens: for each request alike. flush: empty the radix cache first."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    name: str = ""
+    flush: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: EngineSpec
+    rounds: list[Round]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tokens and logprobs: of the generated tokens, natural log. cached: prompt tokens taken from the radix cache."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    retracted: int
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """answers[round][request]. seconds: start of the engine, then each round. server: parts of get_server_info()."""
+
+    answers: list[list[Answer]]
+    seconds: list[float]
+    server: dict[str, Any]
+    audit: Path | None
+    log: Path
+
+
+class EngineFailed(RuntimeError):
+    """The engine's process died, hung or answered nothing; the message ends with its log's last lines."""
+
+
+def log_tail(log: Path, lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def run(case: Case, workdir: Path, *, audit: bool = True, timeout_s: float = 600, progress: bool = True) -> CaseResult:
+    """Run ``case`` in its own process. Files (case, result, log, audit/) go to ``workdir``.
+
+    Raises:
+        EngineFailed: no result within ``timeout_s`` seconds, or the process failed.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    request, answer, log = workdir / "case.json", workdir / "result.json", workdir / "log.txt"
+    audit_folder = workdir / "audit" if audit else None
+    request.write_text(json.dumps(asdict(case)))
+    answer.unlink(missing_ok=True)
+    started = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang_dcp_block.testing.run_case", str(request), str(answer)],
+            env=case.spec.environment(audit_folder),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            status = f"no answer within {timeout_s:.0f} s"
+        finally:
+            # The whole session: a scheduler that outlives its engine would keep its core busy.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    if status != 0 or not answer.exists():
+        raise EngineFailed(f"engine {case.spec} failed ({status}); {log} ends with:\n{log_tail(log)}")
+    loaded = json.loads(answer.read_text())
+    if progress:
+        spec = case.spec
+        steps = ", ".join(f"{s:.0f}" for s in loaded["seconds"])
+        name = f"tp{spec.tp} dcp{spec.dcp} block={spec.block} {spec.backend} {spec.comm} page={spec.page}"
+        print(f"\n  engine {name}: {time.monotonic() - started:.0f} s (start, rounds: {steps})", flush=True)
+    return CaseResult(
+        answers=[[Answer(**a) for a in answers] for answers in loaded["answers"]],
+        seconds=loaded["seconds"],
+        server=loaded["server"],
+        audit=audit_folder,
+        log=log,
+    )
+
+
+def case_from_json(text: str) -> Case:
+    loaded = json.loads(text)
+    return Case(EngineSpec(**loaded["spec"]), [Round(**r) for r in loaded["rounds"]])

@@ -1,0 +1,67 @@
+"""``python -m sglang_dcp_block.testing.run_case CASE.json RESULT.json``: one engine, all its rounds, in this process.
+
+Called by :func:`sglang_dcp_block.testing.engine.run`, which sets the environment up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
+from sglang_dcp_block.testing.engine import Answer, case_from_json
+
+SERVER_INFO = ("max_total_num_tokens", "dcp_size", "dcp_block_size", "dcp_comm_backend", "attention_backend", "page_size")
+
+
+def main(case_file: str, result_file: str) -> None:
+    case = case_from_json(Path(case_file).read_text())
+    marks = [time.monotonic()]
+    import sglang
+
+    engine = sglang.Engine(**case.spec.engine_arguments())
+    marks.append(time.monotonic())
+    answers = []
+    try:
+        for number, one in enumerate(case.rounds):
+            if one.flush:
+                engine.flush_cache()
+            replies = engine.generate(
+                input_ids=one.prompts,
+                sampling_params={"temperature": 0.0, "max_new_tokens": one.new_tokens, "ignore_eos": True},
+                return_logprob=True,
+                logprob_start_len=-1,
+            )
+            answers.append([asdict(_answer(reply)) for reply in replies])
+            marks.append(time.monotonic())
+            print(f"ROUND {number} {one.name} done in {marks[-1] - marks[-2]:.1f} s", flush=True)
+            if os.environ.get(AUDIT_VARIABLE):
+                engine.collective_rpc("dcp_block_audit", name=f"{number:02d}")
+        info = engine.get_server_info()
+        server = {key: info.get(key) for key in SERVER_INFO}
+        server["max_total_num_tokens"] = engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+    finally:
+        engine.shutdown()
+    seconds = [after - before for before, after in zip(marks, marks[1:])]
+    scratch = Path(f"{result_file}.part")
+    scratch.write_text(json.dumps({"answers": answers, "seconds": seconds, "server": server}))
+    scratch.rename(result_file)
+
+
+def _answer(reply: dict[str, Any]) -> Answer:
+    meta = reply["meta_info"]
+    return Answer(
+        tokens=list(reply["output_ids"]),
+        logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+        cached=meta["cached_tokens"],
+        retracted=meta.get("num_retractions", 0),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
