@@ -19,6 +19,8 @@ class CpuTestbedPlatform(CpuDeviceMixin, SRTPlatform):
     """
 
     _enum = PlatformEnum.OOT
+    #: Asked by the launch checks: a block layout is tested on this platform.
+    dcp_block_testbed = True
     capabilities = PlatformCapabilities(supports_triton=True, graph_capture=False)
 
     def is_pin_memory_available(self, device: Any = None) -> bool:

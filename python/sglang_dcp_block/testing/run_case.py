@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.engine import Answer, case_from_json
+from sglang_dcp_block.testing.warm import Template, import_sglang
 
 SERVER_INFO = ("max_total_num_tokens", "dcp_size", "dcp_block_size", "dcp_comm_backend", "attention_backend", "page_size")
 
@@ -22,6 +23,8 @@ SERVER_INFO = ("max_total_num_tokens", "dcp_size", "dcp_block_size", "dcp_comm_b
 def main(case_file: str, result_file: str) -> None:
     case = case_from_json(Path(case_file).read_text())
     marks = [time.monotonic()]
+    import_sglang()
+    Template().install()
     import sglang
 
     engine = sglang.Engine(**case.spec.engine_arguments())
