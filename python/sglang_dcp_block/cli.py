@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_dcp_block import advise as advise_
+from sglang_dcp_block import doctor as doctor_
 from sglang_dcp_block import explain as explain_
 
 app = typer.Typer(
@@ -94,6 +95,26 @@ def advise(
         _print_json(result)
     else:
         advise_.render_text(result, Console(highlight=False))
+
+
+@app.command()
+def doctor(
+    tp: Annotated[int | None, typer.Option(help="--tp-size you mean to start with.")] = None,
+    dcp_size: Annotated[int | None, typer.Option(help="--dcp-size you mean to start with.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="--dcp-block-size you mean to start with.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="--page-size you mean to start with.")] = None,
+    backend: Annotated[str | None, typer.Option(help="--attention-backend you mean to start with.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Running server to compare with, http://host:port.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Check the installation, a launch you plan, and running peers; exit status 1 when something is broken."""
+    checks = doctor_.diagnose(doctor_.Settings(tp, dcp_size, block_size, page_size, backend), peer or ())
+    report = doctor_.as_json(checks)
+    if as_json:
+        _print_json(report)
+    else:
+        doctor_.render_text(checks, Console(highlight=False))
+    return 0 if report["ok"] else 1
 
 
 def run(arguments: list[str] | None = None) -> int:

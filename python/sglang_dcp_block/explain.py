@@ -109,8 +109,8 @@ def _check(
         raise UserError("--dcp-size 1 keeps every token on rank 0, so there is no layout to explain: give 2 or more.")
     if dcp_size > MAX_RANKS:
         raise UserError(f"--dcp-size {dcp_size} is more than the {MAX_RANKS} ranks the picture can name.")
-    for name, value in (("--prefix", prefix), ("--chunk", chunk)):
-        if value is not None and value < 0:
+    for name, value in (("--prefix", prefix or 0), ("--chunk", chunk or 0)):
+        if value < 0:
             raise UserError(f"{name} must not be negative, got {value}.")
     if (prefix or 0) + (chunk or 0) > tokens:
         raise UserError(
