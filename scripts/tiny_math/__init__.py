@@ -1,0 +1,1 @@
+"""A tiny MLA model that solves word problems: generator, tokenizer, trainer."""
