@@ -79,11 +79,11 @@ def check_pool_rows(rows: int, layout: DcpLayout) -> None:
     Raises:
         ValueError: B doesn't divide rows.
     """
-    last_row = layout.local_index(rows * layout.dcp_size - 1) if rows else -1
-    if last_row >= rows:
+    needed = layout.local_len(rows * layout.dcp_size, 0)  # rank 0 holds the most
+    if needed > rows:
         raise ValueError(
             f"a KV pool of {rows} rows must be a multiple of dcp_block_size={layout.block_size}: "
-            f"its last slot would lie in row {last_row}"
+            f"its slots would take {needed} rows on rank 0"
         )
 
 
