@@ -1,0 +1,435 @@
+"""SGLang's Mooncake PD backend with a block layout on the decode side: registration, refusals, and the send.
+
+:data:`MOONCAKE_HOOKS` is the part of the hook table that installs the functions below. docs/pd.md tells the order of
+messages. With B = 1 on both sides every function calls the original and nothing else.
+
+Prefill's receiving thread serves all decode servers, so nothing here raises in it: a peer that doesn't fit is
+registered with a refusal, and only its requests fail, with that sentence on both servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sglang_dcp_block import __version__, runtime
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation import wire
+from sglang_dcp_block.disaggregation.plan import addresses, plan_segments
+from sglang_dcp_block.hooks import Hook
+
+logger = logging.getLogger(__name__)
+
+#: Segments of one batch. Mooncake's TCP lane queues 2,048 transfers per peer (seen with 0.3.13.post1). A batch above
+#: that is refused, and the lane then refuses everything for more than a minute. Half of it leaves room for other sends.
+MAX_BATCH_SEGMENTS = 1024
+#: Bytes of one batch, so that a slow link finishes it within Mooncake's timeout.
+MAX_BATCH_BYTES = 256 << 20
+#: A failed batch is tried again, each time with a quarter of the segments, at most this often in one send.
+MAX_RETRIES = 4
+#: A batch that failed only after this long was not refused: it timed out and may still be running. Not tried again.
+REFUSED_WITHIN_S = 2.0
+#: First pause before a retry; doubles.
+RETRY_PAUSE_S = 0.05
+
+_failure = threading.local()  # .cause: why the last send of this worker thread failed, for conclude_failure
+
+
+class PeerDcpSize(int):
+    """A decode peer's DCP size as SGLang passes it around, with what its frame said.
+
+    geometry: of the peer, None without a frame (B = 1). refusal: why it can't be served, None while it can.
+    """
+
+    geometry: wire.KvGeometry | None = None
+    refusal: str | None = None
+
+    @property
+    def layout(self) -> DcpLayout:
+        return self.geometry.layout if self.geometry else DcpLayout(int(self))
+
+
+def _geometry(manager: Any) -> wire.KvGeometry:
+    """Of the server that ``manager`` (a ``CommonKVManager``) belongs to."""
+    block_size = runtime.active_layout().block_size
+    return wire.KvGeometry(manager.dcp_size, block_size, manager.kv_args.page_size, str(manager.kv_cache_dtype_str))
+
+
+def _is_stock(manager: Any, peer: Any) -> bool:
+    """Neither side has a block layout: everything is SGLang's own."""
+    if not isinstance(peer, PeerDcpSize):
+        return True
+    framed = peer.geometry is not None or peer.refusal is not None
+    return not framed and runtime.active_layout().block_size == 1
+
+
+# -- decode side ---------------------------------------------------------------------------------------------------
+
+
+def build_receiver_registration_message(original: Callable[..., list[bytes]], manager: Any) -> list[bytes]:
+    message = original(manager)
+    if runtime.active_layout().block_size > 1:
+        message.append(wire.encode(_geometry(manager)))
+    return message
+
+
+def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootstrap_addr: str) -> bool:
+    """Before the first word to a prefill server: can it read our frame, and does it fit otherwise?
+
+    A refusal fails the requests that wait for this server, and no other. SGLang asks again for later requests, so a
+    prefill server that was restarted with the plugin is taken without a restart here.
+    """
+    block_size = runtime.active_layout().block_size
+    if block_size == 1 or bootstrap_addr in manager.prefill_info_table:
+        return original(manager, bootstrap_addr)
+    import requests
+
+    try:
+        response = requests.get(f"http://{bootstrap_addr}{wire.ROUTE}", timeout=5)
+        answer = response.json() if response.status_code == 200 else None
+    except (requests.RequestException, ValueError) as error:
+        logger.error("No answer from prefill server %s (%s); will ask again", bootstrap_addr, error)
+        return False
+    refusal = wire.capability_refusal(response.status_code, answer, bootstrap_addr, block_size)
+    if refusal is None:
+        try:
+            return original(manager, bootstrap_addr)
+        except RuntimeError as error:  # SGLang's own checks; unhandled, they end the scheduler
+            refusal = str(error)
+    _fail_waiting_requests(manager, bootstrap_addr, refusal)
+    return False
+
+
+def _fail_waiting_requests(manager: Any, bootstrap_addr: str, refusal: str) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    logger.error("Refusing prefill server %s: %s", bootstrap_addr, refusal)
+    for room in list(manager.addr_to_rooms_tracker.get(bootstrap_addr, ())):
+        if manager.request_status.get(room) == KVPoll.Bootstrapping:
+            manager.record_failure(room, refusal)
+            manager.update_status(room, KVPoll.Failed)
+
+
+# -- prefill side: registration of a decode peer -----------------------------------------------------------------------
+
+
+def from_zmq(original: Callable[..., Any], cls: type, message: list[bytes]) -> Any:
+    info = original(cls, message)
+    info.dst_dcp_size = peer = PeerDcpSize(info.dst_dcp_size)
+    frame = wire.find(message)
+    if frame is not None:
+        try:
+            peer.geometry = wire.decode(frame)
+        except wire.WireError as error:
+            peer.refusal = str(error)
+    return info
+
+
+def requires_dcp_relayout(original: Callable[..., bool], manager: Any, dst_dcp_size: int, dst_dcp_rank: int) -> bool:
+    if _is_stock(manager, dst_dcp_size):
+        return original(manager, dst_dcp_size, dst_dcp_rank)
+    peer, mine = dst_dcp_size, _geometry(manager)
+    theirs = peer.geometry or wire.KvGeometry(int(peer), 1, mine.page_size, mine.kv_dtype)
+    if peer.refusal is None and theirs.dcp_size != int(peer):
+        peer.refusal = f"the decode server registered DCP size {int(peer)} but its frame says {theirs.dcp_size}."
+    if peer.refusal is None and getattr(manager.kv_args, "num_draft_entries", 0):
+        peer.refusal = "speculative decoding is not supported with --dcp-block-size: start prefill without it."
+    peer.refusal = peer.refusal or wire.refusal(mine, theirs)
+    if peer.refusal is not None:
+        return False
+    return _refuse_on_error(peer, False, original, manager, dst_dcp_size, dst_dcp_rank)
+
+
+def prepare_dcp_token_item_lens(
+    original: Callable[..., list[int]], manager: Any, dst_page_item_lens: list[int | None], dst_dcp_size: int
+) -> list[int]:
+    if _is_stock(manager, dst_dcp_size):
+        return original(manager, dst_page_item_lens, dst_dcp_size)
+    return _refuse_on_error(dst_dcp_size, [], original, manager, dst_page_item_lens, dst_dcp_size)
+
+
+def _refuse_on_error(peer: PeerDcpSize, otherwise: Any, original: Callable[..., Any], *args: Any) -> Any:
+    """SGLang's checks raise, which would end the thread that serves all peers."""
+    try:
+        return original(*args)
+    except RuntimeError as error:
+        peer.refusal = str(error)
+        return otherwise
+
+
+def init_dcp_pack_buffers_once(
+    original: Callable[..., None], manager: Any, dcp_size: int, *, include_draft: bool = False
+) -> None:
+    """Blocks are contiguous where they lie: a peer with B > 1 needs no pack buffer, so none is allocated for it."""
+    if _is_stock(manager, dcp_size):
+        original(manager, dcp_size, include_draft=include_draft)
+
+
+def validate_peer_state_layout(
+    original: Callable[..., tuple[bool, str | None]], manager: Any, registration: Any
+) -> tuple[bool, str | None]:
+    refusal = getattr(registration.dst_dcp_size, "refusal", None)
+    return (False, refusal) if refusal else original(manager, registration)
+
+
+# -- prefill side: the send --------------------------------------------------------------------------------------------
+
+
+def send_kvcache_dcp(
+    original: Callable[..., int],
+    manager: Any,
+    mooncake_session_id: str,
+    prefill_kv_indices: np.ndarray,
+    dst_kv_ptrs: list[int],
+    dst_kv_indices: np.ndarray,
+    *,
+    dcp_token_item_lens: list[int],
+    dst_dcp_size: int,
+    dst_dcp_rank: int,
+    src_page_offset: int,
+    decode_prefix_len: int,
+    num_kv_tokens: int | None,
+    dst_layer_ids: list[int],
+    **rest: Any,
+) -> int:
+    """Send one chunk to one decode rank: 0 when it arrived, otherwise the chunk's request fails.
+
+    prefill_kv_indices: page ids of this chunk. dst_kv_indices: virtual page ids of the whole request after decode's
+    cached prefix. src_page_offset: pages of the request before this chunk, also counted after that prefix.
+    """
+    layout = dst_dcp_size.layout if isinstance(dst_dcp_size, PeerDcpSize) else DcpLayout(dst_dcp_size)
+    if layout.block_size == 1:
+        return original(
+            manager,
+            mooncake_session_id,
+            prefill_kv_indices,
+            dst_kv_ptrs,
+            dst_kv_indices,
+            dcp_token_item_lens=dcp_token_item_lens,
+            dst_dcp_size=int(dst_dcp_size),
+            dst_dcp_rank=dst_dcp_rank,
+            src_page_offset=src_page_offset,
+            decode_prefix_len=decode_prefix_len,
+            num_kv_tokens=num_kv_tokens,
+            dst_layer_ids=dst_layer_ids,
+            **rest,
+        )
+    began = time.perf_counter()
+    page_size = manager.kv_args.page_size
+    try:
+        src_ptrs, dst_ptrs = _paired_layers(manager, dst_kv_ptrs, dst_layer_ids)
+        segments = plan_segments(
+            prefill_kv_indices,
+            dst_kv_indices,
+            page_size=page_size,
+            layout=layout,
+            rank=dst_dcp_rank,
+            start=decode_prefix_len + src_page_offset * page_size,
+            length=len(prefill_kv_indices) * page_size if num_kv_tokens is None else num_kv_tokens,
+            decode_prefix_len=decode_prefix_len,
+        )
+        src, dst, sizes = addresses(segments, src_ptrs, dst_ptrs, dcp_token_item_lens[: len(src_ptrs)])
+    except (ValueError, RuntimeError) as error:
+        return _fail_request(manager, mooncake_session_id, f"no transfer plan for this chunk: {error}")
+    planned = time.perf_counter()
+    problem, batches = send_batches(
+        manager.engine, mooncake_session_id, src, dst, sizes, getattr(manager, "max_transfer_batch_indices", 0)
+    )
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "kv_chunk session=%s rank=%d tokens=%d segments=%d bytes=%d batches=%d plan_us=%.0f send_us=%.0f",
+            mooncake_session_id,
+            dst_dcp_rank,
+            segments.total_rows,
+            src.size,
+            int(sizes.sum()),
+            batches,
+            (planned - began) * 1e6,
+            (time.perf_counter() - planned) * 1e6,
+        )
+    return 0 if problem is None else _fail_request(manager, mooncake_session_id, problem)
+
+
+def _paired_layers(manager: Any, dst_ptrs: list[int], dst_layer_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Base addresses of the layers on this prefill server and of the same layers at the peer."""
+    from sglang.srt.disaggregation.utils import resolve_dcp_dst_entry_indices
+
+    src_ptrs, src_layer_ids = manager.kv_args.kv_data_ptrs, manager.kv_args.kv_layer_ids
+    if src_layer_ids or dst_layer_ids:
+        order = resolve_dcp_dst_entry_indices(src_layer_ids, dst_layer_ids, len(src_ptrs), len(dst_ptrs))
+        return src_ptrs, [dst_ptrs[i] for i in order]
+    src_ptrs, dst_ptrs, _ = manager.get_mla_kv_ptrs_with_pp(src_ptrs, dst_ptrs)
+    return src_ptrs, dst_ptrs
+
+
+def send_batches(
+    engine: Any, session: str, src: np.ndarray, dst: np.ndarray, sizes: np.ndarray, limit: int = 0
+) -> tuple[str | None, int]:
+    """Write ``sizes`` bytes from ``src`` to ``dst`` (uint64 addresses, (n,) each) at the peer, batch by batch.
+
+    Args:
+        engine: has ``batch_transfer_sync`` and ``send_probe``, as SGLang's MooncakeTransferEngine.
+        limit: segments per batch that the operator allows (SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES), 0 for none.
+
+    Returns:
+        None, or why it stopped before everything was sent; and the number of batches handed to the engine.
+    """
+    if not src.size:
+        return None, 0
+    # The allocator never moves pages while a request holds them, so sending a part again is harmless.
+    batch = min(MAX_BATCH_SEGMENTS, limit or MAX_BATCH_SEGMENTS, max(1, MAX_BATCH_BYTES // int(sizes.max())))
+    done = calls = retries = 0
+    while done < src.size:
+        part = slice(done, done + batch)
+        calls += 1
+        began = time.perf_counter()
+        code = engine.batch_transfer_sync(session, src[part].tolist(), dst[part].tolist(), sizes[part].tolist())
+        if code == 0:
+            done = part.stop
+            continue
+        took = time.perf_counter() - began
+        what = f"a batch of {src[part].size} segments ({int(sizes[part].sum())} bytes) failed after {took:.1f} s"
+        if not _is_alive(engine, session):
+            return f"{what} and decode session {session} does not answer", calls
+        if took > REFUSED_WITHIN_S or retries == MAX_RETRIES or batch == 1:
+            return f"{what} with code {code} on try {retries + 1}, although decode session {session} answers", calls
+        time.sleep(RETRY_PAUSE_S * (1 << retries))
+        retries += 1
+        batch = max(1, batch // 4)
+        logger.warning("%s with code %d; trying again with %d segments at once", what, code, batch)
+    return None, calls
+
+
+def _is_alive(engine: Any, session: str) -> bool:
+    try:
+        return engine.send_probe(session) == 0
+    except Exception as error:  # SGLang treats a probe that raises the same way
+        logger.warning("send_probe(%s) raised %s", session, error)
+        return False
+
+
+def _fail_request(manager: Any, session: str, cause: str) -> int:
+    """Fail the chunk's request, and blacklist the peer only if it is dead.
+
+    SGLang takes any failure for a dead peer and adds one to ``session_failures``; one or more blacklists the session
+    until it registers again. A peer that answers is no dead peer, so that count is paid in advance.
+    """
+    logger.error("KV transfer failed: %s", cause)
+    _failure.cause = cause
+    if _is_alive(manager.engine, session):
+        with manager.session_lock:
+            manager.session_failures[session] -= 1
+    return -1
+
+
+def conclude_failure(original: Callable[..., Any], manager: Any, *, failure_reason: str, **rest: Any) -> Any:
+    """Adds the cause to what both servers report."""
+    cause, _failure.cause = getattr(_failure, "cause", None), None
+    return original(manager, failure_reason=f"{failure_reason}: {cause}" if cause else failure_reason, **rest)
+
+
+# -- prefill side: the bootstrap server (launcher process) -------------------------------------------------------------
+
+
+def setup_routes(original: Callable[..., None], server: Any) -> None:
+    original(server)
+    server.app.router.add_get(wire.ROUTE, answer_capability)
+
+
+async def answer_capability(_request: Any) -> Any:
+    from aiohttp import web
+
+    return web.json_response({"frame_version": wire.FRAME_VERSION, "plugin_version": __version__})
+
+
+# -- the rows --------------------------------------------------------------------------------------------------------
+
+_CONN = "sglang.srt.disaggregation.mooncake.conn"
+_COMMON = "sglang.srt.disaggregation.common.conn"
+_US = "sglang_dcp_block.disaggregation.mooncake"
+
+
+def _row(target: str, function: str, source: str, scope: str, why: str) -> Hook:
+    return Hook(target, f"{_US}:{function}", "around", source, scope, why, "test/pd/test_mooncake_hooks.py")
+
+
+#: Scopes: "pd_prefill": scheduler processes of a Mooncake prefill server, whatever its flags. "pd_decode": those of a
+#: Mooncake decode server with B > 1. "pd_bootstrap": the launcher of a Mooncake prefill server, before it starts its
+#: bootstrap server.
+MOONCAKE_HOOKS: tuple[Hook, ...] = (
+    _row(
+        f"{_CONN}:MooncakeKVManager.build_receiver_registration_message",
+        "build_receiver_registration_message",
+        "bb567c4bbc6978ef",
+        "pd_decode",
+        "prefill is not told the block size and sends token round-robin rows",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVManager.try_ensure_parallel_info",
+        "try_ensure_parallel_info",
+        "7b7cdcf5e0a38f4e",
+        "pd_decode",
+        "a prefill server without the plugin fills the wrong rows, without an error",
+    ),
+    _row(
+        f"{_CONN}:KVArgsRegisterInfo.from_zmq",
+        "from_zmq",
+        "bd1eaec12794c30c",
+        "pd_prefill",
+        "the block size that decode sent is not read",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVManager.requires_dcp_relayout",
+        "requires_dcp_relayout",
+        "effe732b0f24e910",
+        "pd_prefill",
+        "same DCP size with another block size counts as the same layout; a peer that does not fit ends the thread",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVManager.prepare_dcp_token_item_lens",
+        "prepare_dcp_token_item_lens",
+        "7473734d76ef3b90",
+        "pd_prefill",
+        "a peer with other row sizes ends the thread that serves all peers",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVManager._init_dcp_pack_buffers_once",
+        "init_dcp_pack_buffers_once",
+        "a56de9725cffcb6a",
+        "pd_prefill",
+        "gigabytes of pack buffer are allocated that no block needs",
+    ),
+    _row(
+        f"{_CONN}:MooncakeKVManager._validate_peer_state_layout",
+        "validate_peer_state_layout",
+        "af8791939cf11529",
+        "pd_prefill",
+        "a refused peer is served",
+    ),
+    _row(
+        f"{_CONN}:MooncakeKVManager.send_kvcache_dcp",
+        "send_kvcache_dcp",
+        "9e40b1e377dd6025",
+        "pd_prefill",
+        "rows are sent one by one, to the owners of token round-robin",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVManager.conclude_failure",
+        "conclude_failure",
+        "101d22014b68955a",
+        "pd_prefill",
+        "a failed transfer is reported without its cause",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVBootstrapServer._setup_routes",
+        "setup_routes",
+        "6cd5f2e4fedb56b6",
+        "pd_bootstrap",
+        "decode can't tell a prefill server with the plugin from a stock one",
+    ),
+)
