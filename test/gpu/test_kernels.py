@@ -1,0 +1,332 @@
+"""KV write, index building, prefix gather and the empty-shard guard, compiled, one rank after another in one process."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import kit
+import numpy as np
+import pytest
+import torch
+from kit import DEVICE, DIM, LORA
+
+from sglang_dcp_block.attention.empty_shard import guard_empty_shards
+from sglang_dcp_block.dcp import kernels
+from sglang_dcp_block.dcp.gather import gather_prefix
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.mem_cache.kv_write import write_mla_kv
+
+ON_GPU = DEVICE.type == "cuda"
+LAYOUTS = [DcpLayout(p, b) for p in (2, 4, 8) for b in (1, 16, 64)] if ON_GPU else [DcpLayout(2, 4)]
+LONG = [DcpLayout(8, 64), DcpLayout(8, 1), DcpLayout(2, 128)] if ON_GPU else [DcpLayout(2, 4)]
+
+
+def name(value: object) -> str | None:
+    return f"P{value.dcp_size}-B{value.block_size}" if isinstance(value, DcpLayout) else None
+
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+
+
+# -- KV write ----------------------------------------------------------------------------------------------------------
+
+
+class Writing(NamedTuple):
+    rows: int
+    loc: torch.Tensor
+    kv: torch.Tensor  # (tokens, 576)
+
+
+def writing(layout: DcpLayout, tokens: int, dtype: torch.dtype) -> Writing:
+    """Tokens to distinct slots anywhere in the pools, slot 0 (padding) and a negative slot among them."""
+    rows = 32 * layout.block_size * (8 if ON_GPU else 2)
+    gen = torch.Generator().manual_seed(tokens)
+    slots = torch.randperm(rows * layout.dcp_size - 1, generator=gen)[:tokens] + 1
+    loc = torch.cat([slots, torch.tensor([0, 0, -1])]).to(DEVICE)
+    return Writing(rows, loc, kit.random_kv(len(loc), tokens).to(dtype))
+
+
+def written_by_hand(pool: torch.Tensor, w: Writing, layout: DcpLayout, rank: int) -> torch.Tensor:
+    dealt = kit.deal(w.rows * layout.dcp_size, layout.dcp_size, layout.block_size)
+    expected = pool.clone()
+    for token, slot in enumerate(w.loc.tolist()):
+        if slot > 0 and dealt.owner[slot] == rank:
+            kit.as_bytes_if_fp8(expected)[dealt.row[slot], 0] = kit.as_bytes_if_fp8(w.kv)[token]
+    return expected
+
+
+def empty_pool(rows: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((rows, 1, DIM), float("nan"), device=DEVICE).to(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [kit.WORK, kit.FP8] if ON_GPU else [kit.WORK], ids=str)
+def test_write_puts_each_row_where_dealing_puts_it(layout: DcpLayout, dtype: torch.dtype) -> None:
+    w = writing(layout, 500 if ON_GPU else 40, dtype)
+    source = kit.as_bytes_if_fp8(w.kv)  # k_nope and k_rope are slices of one latent row, as in the model
+    for rank in range(layout.dcp_size):
+        pool = empty_pool(w.rows, dtype)
+        before = pool.clone()
+        write_mla_kv(kit.as_bytes_if_fp8(pool), w.loc, source[:, None, :LORA], source[:, None, LORA:], layout, rank)
+        assert torch.equal(bits(pool), bits(written_by_hand(before, w, layout, rank)))
+        other = written_by_hand(before, w, layout, (rank + 1) % layout.dcp_size)
+        assert not torch.equal(bits(pool), bits(other)), "the check can't tell two ranks apart"
+
+
+@pytest.mark.parametrize("dcp_size", [2, 4, 8] if ON_GPU else [2])
+def test_write_at_block_one_is_stock(dcp_size: int) -> None:
+    from sglang.kernels.ops.kvcache.mla_buffer import _set_mla_kv_buffer_impl
+
+    layout = DcpLayout(dcp_size, 1)
+    w = writing(layout, 300 if ON_GPU else 40, kit.WORK)
+    w = w._replace(loc=w.loc[:-1], kv=w.kv[:-1])  # stock has no negative slots
+    nope, rope = w.kv[:, None, :LORA], w.kv[:, None, LORA:]
+    for rank in range(dcp_size):
+        ours, stock = empty_pool(w.rows, kit.WORK), empty_pool(w.rows, kit.WORK)
+        write_mla_kv(ours, w.loc, nope, rope, layout, rank)
+        _set_mla_kv_buffer_impl(
+            stock, w.loc, nope, rope, reserved_skip_index=0, dcp_world_size=dcp_size, dcp_rank=rank
+        )
+        assert torch.equal(bits(ours), bits(stock))
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+
+
+class Requests(NamedTuple):
+    lens: list[int]
+    starts: list[int]
+    table: torch.Tensor
+    rows: torch.Tensor  # request rows in the table, not in order
+
+
+def requests(layout: DcpLayout, with_starts: bool) -> Requests:
+    longest = 131072 if ON_GPU else 60
+    lens = kit.lengths_around(layout, longest)
+    gen = np.random.default_rng(7)
+    starts = [int(gen.integers(0, n)) if with_starts else 0 for n in lens]
+    table, _ = kit.random_table(layout, lens, 64 if ON_GPU else 4, seed=3, width=longest)
+    order = torch.from_numpy(gen.permutation(len(lens)))
+    shuffled = torch.zeros_like(table)
+    shuffled[order.to(DEVICE)] = table
+    return Requests(lens, starts, shuffled, order.to(DEVICE))
+
+
+def owned_slots_by_hand(r: Requests, layout: DcpLayout, rank: int) -> list[np.ndarray]:
+    dealt = kit.deal(max(r.lens), layout.dcp_size, layout.block_size)
+    table = r.table.cpu().numpy()
+    owned = []
+    for i, (n, start) in enumerate(zip(r.lens, r.starts, strict=True)):
+        positions = np.arange(start, n)
+        owned.append(table[int(r.rows[i]), positions[dealt.owner[start:n] == rank]])
+    return owned
+
+
+def lens_and_indptr(r: Requests, layout: DcpLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lens = torch.tensor(r.lens, device=DEVICE)
+    starts = torch.tensor(r.starts, device=DEVICE)
+    local = layout.interval_len(starts, lens - starts, rank)
+    indptr = torch.zeros(len(r.lens) + 1, dtype=torch.int32, device=DEVICE)
+    torch.cumsum(local, dim=0, out=indptr[1:])
+    return local, indptr, starts
+
+
+@layouts
+@pytest.mark.parametrize("with_starts", [False, True], ids=["from_zero", "from_anywhere"])
+def test_rows_from_table_are_the_dealt_rows(layout: DcpLayout, with_starts: bool) -> None:
+    r = requests(layout, with_starts)
+    dealt = kit.deal(int(r.table.max()) + 1, layout.dcp_size, layout.block_size)
+    for rank in range(layout.dcp_size):
+        local, indptr, starts = lens_and_indptr(r, layout, rank)
+        owned = np.concatenate(owned_slots_by_hand(r, layout, rank))
+        assert (dealt.owner[owned] == rank).all()
+        out = torch.full((len(owned) + 9,), -7, dtype=torch.int64, device=DEVICE)
+        kernels.shard_rows_from_table(
+            r.table, r.rows, local, indptr, out, layout, rank, starts=starts if with_starts else None
+        )
+        assert np.array_equal(out[:-9].cpu().numpy(), dealt.row[owned])
+        assert (out[-9:] == -7).all(), "wrote past the last run"
+
+
+@layouts
+@pytest.mark.parametrize("with_starts", [False, True], ids=["from_zero", "from_anywhere"])
+def test_slots_from_stream_are_the_dealt_slots(layout: DcpLayout, with_starts: bool) -> None:
+    r = requests(layout, with_starts)
+    stream = torch.cat([r.table[r.rows[i], s:n] for i, (s, n) in enumerate(zip(r.starts, r.lens, strict=True))])
+    sizes = torch.tensor([n - s for s, n in zip(r.starts, r.lens, strict=True)], device=DEVICE)
+    stream_indptr = torch.zeros(len(r.lens) + 1, dtype=torch.int32, device=DEVICE)
+    torch.cumsum(sizes, dim=0, out=stream_indptr[1:])
+    for rank in range(layout.dcp_size):
+        local, indptr, starts = lens_and_indptr(r, layout, rank)
+        owned = np.concatenate(owned_slots_by_hand(r, layout, rank))
+        out = torch.full((len(owned) + 9,), -7, dtype=torch.int32, device=DEVICE)
+        kernels.shard_slots_from_stream(
+            stream, stream_indptr, local, indptr, out, layout, rank, starts=starts if with_starts else None
+        )
+        assert np.array_equal(out[:-9].cpu().numpy(), owned)
+        assert (out[-9:] == -7).all(), "wrote past the last run"
+
+
+@pytest.mark.parametrize("dcp_size", [2, 4, 8] if ON_GPU else [2])
+def test_indices_at_block_one_are_stock(dcp_size: int) -> None:
+    from sglang.kernels.ops.attention.dcp_kernels import create_triton_kv_indices_for_dcp_triton
+
+    layout = DcpLayout(dcp_size, 1)
+    r = requests(layout, with_starts=False)
+    for rank in range(dcp_size):
+        local, indptr, _ = lens_and_indptr(r, layout, rank)
+        ours = torch.zeros(int(indptr[-1]), dtype=torch.int64, device=DEVICE)
+        stock = torch.zeros_like(ours)
+        kernels.shard_rows_from_table(r.table, r.rows, local, indptr, ours, layout, rank)
+        create_triton_kv_indices_for_dcp_triton[(len(r.lens),)](
+            r.table, r.rows, local, indptr, None, stock, r.table.stride(0), dcp_size, rank
+        )
+        assert torch.equal(ours, stock)
+
+
+# -- gather ------------------------------------------------------------------------------------------------------------
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [kit.WORK, kit.FP8] if ON_GPU else [kit.WORK], ids=str)
+def test_gather_restores_the_order_of_positions(layout: DcpLayout, dtype: torch.dtype) -> None:
+    lens = [n for n in kit.lengths_around(layout, 9000 if ON_GPU else 40) if n > 0]
+    starts = [(7 * i) % (2 * layout.cycle) for i in range(len(lens))]
+    whole = [kit.random_kv(s + n, i).to(dtype) for i, (s, n) in enumerate(zip(starts, lens, strict=True))]
+    dealt = kit.deal(max(map(len, whole)), layout.dcp_size, layout.block_size)
+    owners = torch.from_numpy(dealt.owner).to(DEVICE)
+
+    def rows_of(rank: int) -> torch.Tensor:
+        parts = [kit.as_bytes_if_fp8(w)[s:][owners[s : len(w)] == rank] for w, s in zip(whole, starts, strict=True)]
+        return torch.cat(parts)[:, None].view(dtype)
+
+    sent: list[torch.Tensor] = []
+
+    def gather(rank: int, all_gather) -> torch.Tensor:
+        rows = rows_of(rank)
+        return gather_prefix(rows[..., :LORA], rows[..., LORA:], starts, lens, layout, rank, all_gather)
+
+    for rank in range(layout.dcp_size):
+        gather(rank, lambda output, mine: sent.append(mine.clone()))
+    want = torch.cat([w[s:] for w, s in zip(whole, starts, strict=True)])[:, None]
+    for rank in range(layout.dcp_size):
+        got = gather(rank, lambda output, mine: output.copy_(torch.cat(sent)))
+        assert torch.equal(bits(got), bits(want))
+    sent.reverse()
+    swapped = gather(0, lambda output, mine: output.copy_(torch.cat(sent)))
+    assert not torch.equal(bits(swapped), bits(want)), "the check can't tell the ranks' parts apart"
+
+
+# -- guard -------------------------------------------------------------------------------------------------------------
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [kit.WORK, torch.float32], ids=str)
+def test_guard_clears_empty_shards_and_nothing_else(layout: DcpLayout, dtype: torch.dtype) -> None:
+    lens = kit.lengths_around(layout, 5 * layout.cycle)
+    dealt = kit.deal(max(lens), layout.dcp_size, layout.block_size)
+    seq_lens = torch.tensor(lens, device=DEVICE)
+    heads = 16 if ON_GPU else 3
+    seen = set()
+    for rank in range(layout.dcp_size):
+        empty = np.array([(dealt.owner[:n] != rank).all() for n in lens])
+        seen |= set(empty.tolist())
+        out = torch.randn(len(lens), heads, LORA, device=DEVICE).to(dtype)
+        lse = torch.randn(len(lens), heads, device=DEVICE)
+        out[torch.from_numpy(empty).to(DEVICE)] = float("nan")
+        lse[torch.from_numpy(empty).to(DEVICE)] = 5.0  # stale, from an earlier step
+        want_out, want_lse = out.clone(), lse.clone()
+        want_out[torch.from_numpy(empty).to(DEVICE)] = 0
+        want_lse[torch.from_numpy(empty).to(DEVICE)] = -float("inf")
+        guard_empty_shards(out, lse, seq_lens, layout, rank)
+        assert torch.equal(bits(out), bits(want_out)) and torch.equal(lse, want_lse)
+    assert seen == {True, False}
+
+
+# -- no device-to-host sync ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def syncs_are_errors():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Step(NamedTuple):
+    """One decode step's write and index building on one rank, as callables on ready tensors."""
+
+    write: object
+    rows_into_buffer: object
+    rows_eager: object
+    slots: object
+    guard: object
+
+
+def step(layout: DcpLayout, rank: int) -> Step:
+    batch = kit.make_batch(layout, [layout.block_size, 777, 3 * layout.cycle + 1, 5000], page_size=64)
+    backend = kit.triton_rank(batch, rank, 16)
+    n = len(batch.lens)
+    loc = torch.arange(layout.cycle, layout.cycle + n, device=DEVICE)
+    kv = kit.random_kv(n, 1).to(kit.WORK)[:, None]
+    out, lse = torch.zeros(n, 16, LORA, device=DEVICE), torch.zeros(n, 16, device=DEVICE)
+    indptr, _, local = kit.shard_rows(batch, rank)
+    stream = torch.cat([batch.table[i, :k] for i, k in enumerate(batch.lens)])
+    stream_indptr = torch.zeros(n + 1, dtype=torch.int32, device=DEVICE)
+    torch.cumsum(batch.seq_lens, dim=0, out=stream_indptr[1:])
+    slots = torch.empty(len(stream), dtype=torch.int32, device=DEVICE)
+
+    def rows_eager() -> None:
+        with kit.as_rank(layout, rank):
+            kit.triton_mla.shard_kv_indices(backend, batch.req_rows, batch.seq_lens, backend.kv_indptr)
+
+    return Step(
+        lambda: write_mla_kv(batch.pools[rank], loc, kv[..., :LORA], kv[..., LORA:], layout, rank),
+        lambda: backend.index(batch.req_rows, batch.seq_lens),
+        rows_eager,
+        lambda: kernels.shard_slots_from_stream(stream, stream_indptr, local, indptr, slots, layout, rank),
+        lambda: guard_empty_shards(out, lse, batch.seq_lens, layout, rank),
+    )
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("layout", LONG, ids=name)
+def test_write_index_and_guard_never_wait_for_the_device(layout: DcpLayout) -> None:
+    runs = step(layout, layout.dcp_size - 1)
+    for run in runs:  # compile
+        run()
+    with syncs_are_errors():
+        for run in runs:
+            run()
+        mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
+        with pytest.raises(RuntimeError):  # the control: what a boolean index does
+            torch.arange(4, device=DEVICE)[mask]
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("layout", LONG[:1], ids=name)
+def test_profile_shows_no_copy_to_the_host_and_no_nonzero(layout: DcpLayout, report) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    runs = step(layout, 0)
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for run in runs:
+            run()
+    names = {event.key for event in profiled.key_averages()}
+    waits = {n for n in names if "Synchronize" in n and "Device" not in n}  # the profiler's own end is a device sync
+    host_copies = {n for n in names if "DtoH" in n or "Device -> Pageable" in n}
+    masks = names & {"aten::nonzero", "aten::masked_select", "aten::index", "aten::item", "aten::_local_scalar_dense"}
+    report(kernels=sorted(n for n in names if n.startswith("_")), waits=sorted(waits), host_copies=sorted(host_copies))
+    assert any("_write_mla_kv_kernel" in n for n in names) and any("_rows_from_table" in n for n in names)
+    assert not (waits or host_copies or masks)
