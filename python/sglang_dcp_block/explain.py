@@ -24,11 +24,11 @@ from sglang_dcp_block.advise import (
     prefix_hit_tokens,
     row_bytes,
     segment_bytes,
-    segments_per_layer,
     shard_lengths,
     token_bytes,
 )
 from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation.plan import Segments, plan_segments
 
 # One symbol and one colour a rank; symbols alone must be enough where there is no colour.
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -36,7 +36,7 @@ SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7a00", "#56b4e9", "#7f3fbf", "#5f6b6d")
 MAX_RANKS = len(SYMBOLS)
 ZOOM = 64
-SHOWN_INTERVALS = 8
+SHOWN_PIECES = 8
 
 
 def explain(
@@ -77,13 +77,15 @@ def explain(
             "count": allocated_tokens(block, page_size, tokens) // block.virtual_page_size(page_size),
             "unused_slots": allocated_tokens(block, page_size, tokens) - tokens,
         },
-        "block_round_robin": _shards(block, tokens),
-        "token_round_robin": _shards(token, tokens),
+        "block_round_robin": _shards(block, page_size, tokens),
+        "token_round_robin": _shards(token, page_size, tokens),
     }
     if prefix is not None or chunk is not None:
         out["prefix"] = _prefix(block, page_size, prefix or 0, chunk or 0)
     if shape is not None:
-        out["model"] = _bytes(shape, dtype, block, token, tokens, page_size, memory)
+        out["model"] = _bytes(
+            shape, dtype, block, token, tokens, page_size, out["block_round_robin"]["segments_scattered"], memory
+        )
     return out
 
 
@@ -121,16 +123,26 @@ def _check(
         raise UserError("--memory needs --model: without a model no bytes are known.")
 
 
-def _shards(layout: DcpLayout, tokens: int) -> dict[str, Any]:
-    """Rows of each rank, and the pieces that a prefill in plain order sends to it, one layer."""
+def _shards(layout: DcpLayout, page_size: int, tokens: int) -> dict[str, Any]:
+    """Rows of each rank, and the pieces that a prefill sends to it, one layer.
+
+    Pieces are listed for pages in plain order on both sides, so a source row is a position; ``segments_scattered``
+    counts them for pages of which no two lie side by side. They differ only when a block is larger than a page.
+    """
     rows = shard_lengths(layout, tokens)
-    ranks = []
+    ordered = np.arange(math.ceil(tokens / page_size))
+    ranks, scattered = [], 0
     for rank in range(layout.dcp_size):
-        # Only the first and the last piece of a rank are listed: token round-robin has one a token.
-        count = segments_per_layer(layout, tokens, rank)
-        ends = _ends(layout, tokens, rank)
+        pieces = _plan(layout, page_size, tokens, rank, ordered)
+        scattered += len(_plan(layout, page_size, tokens, rank, 2 * ordered).n_rows)
         ranks.append(
-            {"rank": rank, "rows": rows[rank], "segments": count, "first": ends[:SHOWN_INTERVALS], "last": ends[-1:]}
+            {
+                "rank": rank,
+                "rows": rows[rank],
+                "segments": len(pieces.n_rows),
+                "first": _listed(pieces, slice(SHOWN_PIECES)),
+                "last": _listed(pieces, slice(-1, None)),
+            }
         )
     return {
         "block_size": layout.block_size,
@@ -141,24 +153,18 @@ def _shards(layout: DcpLayout, tokens: int) -> dict[str, Any]:
         "skew_of_mean": round(max(rows) * layout.dcp_size / tokens - 1, 4),
         "empty_ranks": [rank for rank, n in enumerate(rows) if n == 0],
         "segments": sum(r["segments"] for r in ranks),
+        "segments_scattered": scattered,
     }
 
 
-def _ends(layout: DcpLayout, tokens: int, rank: int) -> list[dict[str, int]]:
-    """The first few and the last piece of a rank: source row (= position), destination row, rows."""
-    cycle = layout.cycle
-    head = layout.owned_intervals(0, min(tokens, SHOWN_INTERVALS * cycle), rank)
-    # Every rank's last piece lies in the last two cycles.
-    start = max(int(tokens / cycle) - 1, 0) * cycle
-    tail = layout.owned_intervals(start, tokens - start, rank)
-    pieces = [
-        {"source_row": int(p), "destination_row": int(r), "rows": int(n)}
-        for interval in (head, tail)
-        for p, r, n in zip(*interval, strict=True)
-    ]
-    unique = {piece["source_row"]: piece for piece in pieces}
-    ordered = [unique[key] for key in sorted(unique)]
-    return ordered[:SHOWN_INTERVALS] + ordered[SHOWN_INTERVALS:][-1:]
+def _listed(pieces: Segments, part: slice) -> list[dict[str, int]]:
+    columns = (column[part].tolist() for column in pieces)
+    return [{"source_row": s, "destination_row": d, "rows": n} for s, d, n in zip(*columns, strict=True)]
+
+
+def _plan(layout: DcpLayout, page_size: int, tokens: int, rank: int, pages: np.ndarray) -> Segments:
+    """Segments of a whole request whose pages have these ids on both sides."""
+    return plan_segments(pages, pages, page_size=page_size, layout=layout, rank=rank, start=0, length=tokens)
 
 
 def _prefix(layout: DcpLayout, page_size: int, prefix: int, chunk: int) -> dict[str, Any]:
@@ -182,8 +188,10 @@ def _bytes(
     token: DcpLayout,
     tokens: int,
     page_size: int,
+    segments: int,
     memory: int | None,
 ) -> dict[str, Any]:
+    """Bytes of a request. ``segments``: pieces of one layer, all ranks."""
     per_row, per_token = row_bytes(shape, dtype), token_bytes(shape, dtype)
     out: dict[str, Any] = {
         "name": shape.name,
@@ -196,7 +204,7 @@ def _bytes(
         "request_bytes_largest_rank": block.local_len(tokens, 0) * per_token,
         "segment_bytes": segment_bytes(block, per_row),
         "segment_bytes_token_round_robin": segment_bytes(token, per_row),
-        "segments_per_request": shape.layers * sum(segments_per_layer(block, tokens, r) for r in range(block.dcp_size)),
+        "segments_per_request": shape.layers * segments,
         "segments_per_request_token_round_robin": shape.layers * tokens,
     }
     if memory is not None:
@@ -353,6 +361,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     )
     if block["empty_ranks"]:
         skew += f"; {len(block['empty_ranks'])} of {report['dcp_size']} ranks hold nothing"
+    scattered = block["segments_scattered"]
     facts = [
         ("Tail skew", skew),
         (
@@ -362,7 +371,9 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "Prefill to decode",
-            f"{block['segments']:,} segments a layer, token RR {token['segments']:,}; rank 0 gets "
+            f"{block['segments']:,} segments a layer"
+            + (f" ({scattered:,} when pages are scattered)" if scattered != block["segments"] else "")
+            + f", token RR {token['segments']:,}; rank 0 gets "
             + _moves(block["ranks"][0]),
         ),
         ("Prefix hits", f"in steps of {page['slots']:,} tokens"),

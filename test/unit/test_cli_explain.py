@@ -59,6 +59,9 @@ def test_numbers_by_simulation(case):
             assert [as_run(p) for p in shard["first"]] == expected[: len(shard["first"])]
             assert [as_run(p) for p in shard["last"]] == expected[-1:]
             assert len(shard["first"]) == min(len(expected), 8)
+        # Pages of which no two are neighbours cut a run at every page edge, on the source side.
+        scattered = sum((p + n - 1) // page_size - p // page_size + 1 for r in rows for p, _, n in runs(r))
+        assert shards["segments_scattered"] == scattered
     page = report["virtual_page"]
     assert page["count"] * page["slots"] == tokens + page["unused_slots"]
     assert 0 <= page["unused_slots"] < page["slots"]
