@@ -119,10 +119,10 @@ def test_gather_order_is_where_the_simulation_put_the_tokens(cell, requests):
             for t in between(dealt, rank, start, length):
                 slots[i, t] = (rank, counts[rank])
                 counts[rank] += 1
-    order = gather_order(starts, lens, DcpLayout(*cell))
-    assert order.max_rows == max(counts) and order.index.dtype == np.int64
+    got = gather_order(starts, lens, DcpLayout(*cell))
+    assert got.max_rows == max(counts) and got.order.dtype == np.int64
     wanted = [slots[i, t] for i, (s, n) in enumerate(requests) for t in range(s, s + n)]
-    assert order.index.tolist() == [rank * max(counts) + k for rank, k in wanted]
+    assert got.order.tolist() == [rank * max(counts) + k for rank, k in wanted]
 
 
 def test_short_prefixes_leave_ranks_empty_and_no_prefix_needs_no_collective(device):

@@ -21,10 +21,10 @@ _ORDERS_KEPT = 16
 
 
 class GatherOrder(NamedTuple):
-    """max_rows: rows each rank sends. index: (sum of lengths,) int64 into the (P * max_rows) gathered rows."""
+    """max_rows: rows each rank sends. order: (sum of lengths,) int64 into the (P * max_rows) gathered rows."""
 
     max_rows: int
-    index: np.ndarray
+    order: np.ndarray
 
 
 def _exclusive_cumsum(x: np.ndarray) -> np.ndarray:
@@ -62,8 +62,8 @@ def gather_order(starts: tuple[int, ...], lens: tuple[int, ...], layout: DcpLayo
 
 @lru_cache(maxsize=_ORDERS_KEPT)
 def _device_index(starts: tuple[int, ...], lens: tuple[int, ...], layout: DcpLayout, device: torch.device):
-    """gather_order's index as a tensor on ``device``: made once per batch, read by every layer."""
-    index = torch.from_numpy(gather_order(starts, lens, layout).index.copy())
+    """The order as an index tensor on ``device``: made once per batch, read by every layer."""
+    index = torch.from_numpy(gather_order(starts, lens, layout).order.copy())
     if device.type == "cuda":
         # From pageable memory the copy would make the host wait for the stream.
         index = index.pin_memory()
