@@ -1,8 +1,9 @@
-"""A CPU platform for SGLang on which MLA models and DCP run: for tests, chosen with ``SGLANG_PLATFORM=dcp_cpu_testbed``.
+"""A CPU platform for SGLang on which MLA models and DCP run, chosen with ``SGLANG_PLATFORM=dcp_cpu_testbed``.
 
-The real Scheduler, radix cache, paged allocator, KV pool, DeepSeek-V2 forward and DCP collectives (over gloo) run on CPU
-tensors; Triton kernels run through Triton's interpreter (``TRITON_INTERPRET=1``). SGLang has no DCP on CPU, so a few
-places are told otherwise. :data:`SHIMS` is the whole list. Without the variable, neither entry point does anything.
+For tests. The real Scheduler, radix cache, paged allocator, KV pool, DeepSeek-V2 forward and DCP collectives (over
+gloo) run on CPU tensors; Triton kernels run through Triton's interpreter (``TRITON_INTERPRET=1``). SGLang has no DCP on
+CPU, so a few places are told otherwise. :data:`SHIMS` is the whole list. Without the variable, neither entry point does
+anything.
 
 This module is loaded in every SGLang process of everybody who installs the package: it imports only the standard
 library, the rest comes when the test bed is asked for.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 NAME = "dcp_cpu_testbed"
 PLATFORM_CLASS = "sglang_dcp_block.testing.cpu_platform:CpuTestbedPlatform"
-#: A folder: every scheduler writes its KV rows there (see :mod:`sglang_dcp_block.testing.probe`). Works on any platform.
+#: A folder: every scheduler writes its KV rows there, see :mod:`sglang_dcp_block.testing.probe`. On any platform.
 AUDIT_VARIABLE = "SGLANG_DCP_BLOCK_AUDIT"
 
 

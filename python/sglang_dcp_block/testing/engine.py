@@ -9,6 +9,7 @@ A case is one engine start and any number of rounds; a round is one batch of gre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,10 +18,13 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE, NAME
 from sglang_dcp_block.testing.tiny_model import TinyMla, cached
+
+if TYPE_CHECKING:
+    from sglang_dcp_block.testing.warm import WarmServer
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class EngineSpec:
     heads: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        layout = f"dcp{self.dcp}-block{self.block or 'stock'}"
+        return f"tp{self.tp}-{layout}-{self.backend}-{self.comm}-page{self.page}-chunked{self.chunked or 'off'}"
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``sgl.Engine``. Everything that a CPU can't do or a test doesn't need is off."""
@@ -136,8 +145,12 @@ def log_tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def run(case: Case, workdir: Path, *, audit: bool = True, timeout_s: float = 600, progress: bool = True) -> CaseResult:
-    """Run ``case`` in its own process. Files (case, result, log, audit/) go to ``workdir``.
+def run(
+    case: Case, workdir: Path, *, audit: bool = True, timeout_s: float = 600, warm: WarmServer | None = None
+) -> CaseResult:
+    """Run ``case`` in its own process. Files (case, result, log, audit/) go to ``workdir``. Prints one line.
+
+    warm: fork the process from there. A case with SGLang variables of its own starts cold: some are read at import.
 
     Raises:
         EngineFailed: no result within ``timeout_s`` seconds, or the process failed.
@@ -148,33 +161,26 @@ def run(case: Case, workdir: Path, *, audit: bool = True, timeout_s: float = 600
     request.write_text(json.dumps(asdict(case)))
     answer.unlink(missing_ok=True)
     started = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sglang_dcp_block.testing.run_case", str(request), str(answer)],
-            env=case.spec.environment(audit_folder),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status: int | str = process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            status = f"no answer within {timeout_s:.0f} s"
-        finally:
-            # The whole session: a scheduler that outlives its engine would keep its core busy.
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+    environment = case.spec.environment(audit_folder)
+    if warm is not None and all(name.startswith("SGLANG_DCP_BLOCK_") for name in case.spec.env):
+        process = warm.start([str(request), str(answer)], environment, log)
+    else:
+        process = _start_cold([str(request), str(answer)], environment, log)
+    status: int | str
+    try:
+        status = process.wait(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        status = f"no answer within {timeout_s:.0f} s"
+    finally:
+        # The whole session: a scheduler that outlives its engine would keep its core busy.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if status != 0 or not answer.exists():
         raise EngineFailed(f"engine {case.spec} failed ({status}); {log} ends with:\n{log_tail(log)}")
     loaded = json.loads(answer.read_text())
-    if progress:
-        spec = case.spec
-        steps = ", ".join(f"{s:.0f}" for s in loaded["seconds"])
-        name = f"tp{spec.tp} dcp{spec.dcp} block={spec.block} {spec.backend} {spec.comm} page={spec.page}"
-        print(f"\n  engine {name}: {time.monotonic() - started:.0f} s (start, rounds: {steps})", flush=True)
+    steps = ", ".join(f"{s:.0f}" for s in loaded["seconds"])
+    print(f"  engine {case.spec.name}: {time.monotonic() - started:.0f} s (start, rounds: {steps})", flush=True)
     return CaseResult(
         answers=[[Answer(**a) for a in answers] for answers in loaded["answers"]],
         seconds=loaded["seconds"],
@@ -182,6 +188,34 @@ def run(case: Case, workdir: Path, *, audit: bool = True, timeout_s: float = 600
         audit=audit_folder,
         log=log,
     )
+
+
+def differences(answers: list[Answer], expected: list[Answer], tolerance: float) -> list[str]:
+    """What differs, in words: a token, or a logprob by more than ``tolerance`` (NaN differs). Empty means equal."""
+    found = [] if len(answers) == len(expected) else [f"{len(answers)} answers, {len(expected)} expected"]
+    for number, (got, want) in enumerate(zip(answers, expected, strict=False)):
+        if got.tokens != want.tokens:
+            at = next((i for i, (a, b) in enumerate(zip(got.tokens, want.tokens, strict=False)) if a != b), "the end")
+            found.append(f"request {number}: tokens part at {at}: {got.tokens} instead of {want.tokens}")
+            continue
+        gaps = [abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)]
+        wrong = [i for i, gap in enumerate(gaps) if not gap <= tolerance]
+        if wrong:
+            found.append(
+                f"request {number}: logprob {wrong[0]} is {got.logprobs[wrong[0]]}, not {want.logprobs[wrong[0]]}"
+            )
+    return found
+
+
+def _start_cold(arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "sglang_dcp_block.testing.run_case", *arguments],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def case_from_json(text: str) -> Case:

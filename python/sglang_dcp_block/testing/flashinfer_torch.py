@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def attention(
 
 def _offsets(name: str, indptr: torch.Tensor) -> list[int]:
     values = indptr.tolist()
-    if not values or values[0] != 0 or any(b < a for a, b in zip(values, values[1:])):
+    if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(f"{name} must rise from 0, got {values}")
     return values
 
@@ -74,7 +75,7 @@ class BatchMLAPagedAttentionWrapper:
         if page_size != 1:
             raise ValueError(f"page_size must be 1, got {page_size}")
         self._qo, self._kv = _offsets("qo_indptr", qo_indptr), _offsets("kv_indptr", kv_indptr)
-        lengths = [b - a for a, b in zip(self._kv, self._kv[1:])]
+        lengths = [b - a for a, b in pairwise(self._kv)]
         if lengths != kv_len_arr.tolist():
             raise ValueError(f"kv_len_arr {kv_len_arr.tolist()} disagrees with kv_indptr {self._kv}")
         if len(self._qo) != len(self._kv):
@@ -99,8 +100,9 @@ class BatchMLAPagedAttentionWrapper:
             if tuple(tensor.shape) != (tokens, self._heads, dim):
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, planned {(tokens, self._heads, dim)}")
         indices = self._indices.long()
-        if indices.numel() and not (0 <= int(indices.min()) and int(indices.max()) < ckv_cache.shape[0]):
-            raise IndexError(f"kv_indices [{indices.min()}, {indices.max()}] leave the pool of {ckv_cache.shape[0]} rows")
+        if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < ckv_cache.shape[0]):
+            span = f"[{int(indices.min())}, {int(indices.max())}]"
+            raise IndexError(f"kv_indices {span} leave the pool of {ckv_cache.shape[0]} rows")
         result = torch.empty_like(q_nope) if out is None else out
         lse = torch.empty(q_nope.shape[:2], dtype=torch.float32)
         for i in range(len(self._qo) - 1):

@@ -1,7 +1,7 @@
 """What a scheduler's KV pool really holds: an audit trail, switched on by ``SGLANG_DCP_BLOCK_AUDIT=FOLDER``.
 
-Equal tokens are a weak oracle: attention doesn't care which rank holds a row, and a stale right row hides a missing one.
-So, in every scheduler process, while the variable is set:
+Equal tokens are a weak oracle: attention doesn't care which rank holds a row, and a stale right row hides a missing
+one. So, in every scheduler process, while the variable is set:
 
 - pages that nobody owns hold NaN: all of them at the start and after a cache flush, each one when it is freed;
 - when a request gives its KV back (finished, retracted or aborted), its pages are copied to FOLDER before that;

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.engine import Answer, case_from_json
 from sglang_dcp_block.testing.warm import Template, import_sglang
 
-SERVER_INFO = ("max_total_num_tokens", "dcp_size", "dcp_block_size", "dcp_comm_backend", "attention_backend", "page_size")
+SERVER_INFO = (
+    "max_total_num_tokens",
+    "dcp_size",
+    "dcp_block_size",
+    "dcp_comm_backend",
+    "attention_backend",
+    "page_size",
+)
 
 
 def main(case_file: str, result_file: str) -> None:
@@ -50,7 +58,7 @@ def main(case_file: str, result_file: str) -> None:
         server["max_total_num_tokens"] = engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
     finally:
         engine.shutdown()
-    seconds = [after - before for before, after in zip(marks, marks[1:])]
+    seconds = [after - before for before, after in pairwise(marks)]
     scratch = Path(f"{result_file}.part")
     scratch.write_text(json.dumps({"answers": answers, "seconds": seconds, "server": server}))
     scratch.rename(result_file)
