@@ -1,0 +1,412 @@
+"""Everything this package changes in SGLang, in one table, and when each change is installed.
+
+SGLang's plugin loader calls :func:`register` in every server process. Launch hooks go in at once. A scheduler process
+installs the rest, strictly, when its ``Scheduler`` is built: before any KV pool exists and after the settings are
+final. See :mod:`sglang_dcp_block.hooks` for what "strictly" means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dcp_block import __version__, hooks, runtime, server_args
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.hooks import Hook, HookError
+
+logger = logging.getLogger(__name__)
+
+SGLANG_VERSION = "0.5.23"
+_ADVICE = f"install sglang=={SGLANG_VERSION}, which sglang-dcp-block {__version__} is written for"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides which hooks a scheduler process needs."""
+
+    layout: DcpLayout
+    backend: str
+    is_mla: bool
+    disaggregation_mode: str
+    transfer_backend: str
+
+    @property
+    def _dcp_mla(self) -> bool:
+        return self.layout.dcp_size > 1 and self.is_mla
+
+    @property
+    def triton(self) -> bool:
+        """Triton MLA under DCP, which SGLang does not wire at all, not even at B = 1."""
+        return self._dcp_mla and self.backend == "triton"
+
+    @property
+    def block(self) -> bool:
+        """A layout other than SGLang's own, or a backend that we wire: the rule comes from layout.py everywhere."""
+        return self._dcp_mla and (self.layout.block_size > 1 or self.backend == "triton")
+
+    @property
+    def flashinfer_block(self) -> bool:
+        return self._dcp_mla and self.layout.block_size > 1 and self.backend == "flashinfer"
+
+
+#: When a hook is installed. "launch", "engine" and "scheduler" need no settings; see register().
+SCOPES: dict[str, str | Callable[[Setup], bool]] = {
+    "launch": "every process, when the plugin loads",
+    "engine": "the launcher, once its engine module is loaded",
+    "scheduler": "scheduler processes, when the plugin loads",
+    "block": lambda s: s.block,
+    "triton": lambda s: s.triton,
+    "flashinfer": lambda s: s.flashinfer_block,
+}
+
+_US = "sglang_dcp_block"
+HOOKS: tuple[Hook, ...] = (
+    # -- the flag and its way into every process
+    Hook(
+        "sglang.srt.server_args:ServerArgs.add_cli_args",
+        f"{_US}.server_args:add_cli_args",
+        "around",
+        "8d5f9b207365f5ba",
+        "launch",
+        "the command line and --config know no --dcp-block-size",
+        "test/unit/test_server_args.py",
+    ),
+    Hook(
+        "sglang.srt.server_args:ServerArgs.from_cli_args",
+        f"{_US}.server_args:from_cli_args",
+        "around",
+        "32152825e268b6da",
+        "launch",
+        "the parsed block size is dropped with every other non-field",
+        "test/unit/test_server_args.py",
+    ),
+    Hook(
+        "sglang.srt.plugins:load_plugins",
+        f"{_US}.plugin:load_plugins",
+        "around",
+        "cd2a423a31293f61",
+        "launch",
+        "modules that load after the plugin (engine, scheduler) stay unhooked",
+        "test/unit/test_plugin.py",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine:_wait_for_scheduler_ready",
+        f"{_US}.plugin:wait_for_scheduler_ready",
+        "around",
+        "dcb661fedfdafb11",
+        "engine",
+        "a scheduler that came up without the layout is not noticed",
+        "test/unit/test_plugin.py",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler:Scheduler.__init__",
+        f"{_US}.plugin:scheduler_init",
+        "around",
+        "a4a5297acc175a1e",
+        "scheduler",
+        "no scheduler process installs anything",
+        "test/unit/test_plugin.py",
+    ),
+    Hook(
+        "sglang.srt.distributed.bootstrap:init_parallel_runtime",
+        f"{_US}.plugin:init_parallel_runtime",
+        "around",
+        "860ad71010617a1f",
+        "scheduler",
+        "ranks with different block sizes are not noticed",
+        "test/unit/test_plugin.py",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler:Scheduler.get_init_info",
+        f"{_US}.plugin:get_init_info",
+        "around",
+        "0e69b8b6bf4cb3ac",
+        "scheduler",
+        "/server_info does not name the layout",
+        "test/engine/test_serve.py",
+    ),
+    # -- lengths and ids
+    Hook(
+        "sglang.srt.layers.dcp.layout:get_dcp_lens",
+        f"{_US}.dcp_hooks:get_dcp_lens",
+        "replace",
+        "773542cad6e1e3e7",
+        "block",
+        "local lengths are those of token round-robin",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.translate_dcp_read_ids",
+        f"{_US}.dcp_hooks:translate_dcp_read_ids",
+        "around",
+        "643764646bc48608",
+        "block",
+        "a widened slot is read from the row of token round-robin",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.dcp.layout:maybe_dcp_kernel_indices",
+        f"{_US}.dcp_hooks:maybe_dcp_kernel_indices",
+        "replace",
+        "d8edfc7e85ab756c",
+        "block",
+        "a retracted request's KV is copied from and to the wrong rows",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.kernels.ops.kvcache.mla_buffer:set_mla_kv_buffer_dcp_sharded_triton",
+        f"{_US}.dcp_hooks:set_mla_kv_buffer",
+        "replace",
+        "f6ce30bce64fb057",
+        "block",
+        "KV is written by the owner of token round-robin",
+        "test/engine/test_matrix.py",
+    ),
+    # -- extend with a prefix
+    Hook(
+        "sglang.srt.layers.dcp.planner:prepare_decode_context_parallel_metadata",
+        f"{_US}.dcp_hooks:prepare_extend_metadata",
+        "around",
+        "1553dc3116789f7b",
+        "block",
+        "an extend selects its prefix rows by stride over the whole batch",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.dcp.comm:all_gather_kv_cache_for_dcp",
+        f"{_US}.dcp_hooks:all_gather_kv_cache",
+        "replace",
+        "188e4f90ac69fa2a",
+        "block",
+        "the gathered prefix is put in token round-robin order",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.dcp.layout:filter_dcp_local_chunk_kv_indices",
+        f"{_US}.dcp_hooks:filter_chunk_kv_indices",
+        "replace",
+        "22103aba2a5b2562",
+        "block",
+        "a prefix chunk's rows are selected by stride",
+        "test/engine/test_matrix.py",
+    ),
+    # -- FlashInfer-MLA
+    Hook(
+        "sglang.srt.layers.dcp.planner:plan_dcp_decode_metadata",
+        f"{_US}.attention.flashinfer_mla:plan_decode_metadata",
+        "replace",
+        "b732f0c406d50eb6",
+        "flashinfer",
+        "decode attends to the tokens of token round-robin",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.flashinfer_mla_backend:FlashInferMLAAttnBackend.forward_decode",
+        f"{_US}.attention.flashinfer_mla:forward_decode",
+        "around",
+        "6de92c208798db37",
+        "flashinfer",
+        "what a kernel leaves behind for an empty shard reaches the merge",
+        "test/engine/test_matrix.py",
+    ),
+    # -- Triton MLA
+    Hook(
+        "sglang.srt.models.deepseek_common.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
+        "triton",
+        "add",
+        "9056ffb518064c99",
+        "triton",
+        "the model hands Triton its own heads only and expects no LSE",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:is_mla_dcp_lse_base_on_e",
+        f"{_US}.attention.triton_mla:lse_is_base_e",
+        "around",
+        "efb9475816722dff",
+        "triton",
+        "the merge takes Triton's natural-log LSE for base 2",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend._dcp_kv_indices",
+        f"{_US}.attention.triton_mla:shard_kv_indices",
+        "replace",
+        "1d0aa634843b5bfd",
+        "triton",
+        "decode attends to the tokens of token round-robin",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend.forward_decode",
+        f"{_US}.attention.triton_mla:forward_decode",
+        "around",
+        "d2e7c06f83565a7b",
+        "triton",
+        "MLA decode stops at MLATokenToKVPool.set_kv_buffer",
+        "test/engine/test_matrix.py",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend.forward_extend",
+        f"{_US}.attention.triton_mla:forward_extend",
+        "around",
+        "f6f5f46fc397d1f5",
+        "triton",
+        "prefill pairs query heads with 1/P of the key heads, without an error",
+        "test/engine/test_matrix.py",
+    ),
+)
+
+
+def hooks_for(setup: Setup) -> list[Hook]:
+    """Rows of the table that a scheduler process with this setup installs when its Scheduler is built."""
+    return [h for h in HOOKS if callable(scope := SCOPES[h.scope]) and scope(setup)]
+
+
+def _in_scope(scope: str) -> list[Hook]:
+    return [h for h in HOOKS if h.scope == scope]
+
+
+def setup_of(record: Any) -> Setup:
+    """Setup of a resolved ``ServerArgs`` record."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(record)
+    return Setup(
+        layout=server_args.layout_of(record),
+        backend=cfg.decode_attention_backend or cfg.attention_backend,
+        is_mla=cfg.dcp_size > 1 and model_config_of(record).attention_arch.name == "MLA",
+        disaggregation_mode=cfg.disaggregation_mode,
+        transfer_backend=cfg.disaggregation_transfer_backend,
+    )
+
+
+def layout_record(layout: DcpLayout, page_size: int) -> dict[str, Any]:
+    """What peers compare and people read: /server_info's ``dcp_layout``."""
+    rule = (layout.dcp_size, layout.block_size, page_size, layout.virtual_page_size(page_size))
+    return {
+        "rule": "token_round_robin" if layout.block_size == 1 else "block_round_robin",
+        "dcp_size": layout.dcp_size,
+        "block_size": layout.block_size,
+        "page_size": page_size,
+        "virtual_page_size": layout.virtual_page_size(page_size),
+        "plugin_version": __version__,
+        "hash": hashlib.sha256(repr((rule, __version__)).encode()).hexdigest()[:16],
+    }
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+_registered = False
+
+
+def register() -> None:
+    """Entry point in group ``sglang.srt.plugins``; safe to call again.
+
+    Raises:
+        HookError: SGLang is not what this package is written for. It is a ``SystemExit``, because SGLang's loader
+            logs any other exception and starts a server without the plugin.
+    """
+    global _registered
+    try:
+        if not _registered:
+            import sglang
+            from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+            if sglang.__version__ != SGLANG_VERSION:
+                raise HookError(f"sglang-dcp-block: sglang {sglang.__version__} is installed; {_ADVICE}.")
+            hooks.install(_in_scope("launch"), _ADVICE)
+            # Runs twice; the last time is the end of resolution, when backend and page size are final.
+            register_resolution_hook("handle_kv_cache_sharding")(server_args.validate)
+            _registered = True
+        _register_late()
+    except Exception as error:
+        raise HookError(
+            f"sglang-dcp-block could not be set up ({type(error).__name__}: {error}); {_ADVICE}."
+        ) from error
+
+
+def _register_late() -> None:
+    """Hook modules that must not be imported for their own sake: doing so has side effects in a launcher."""
+    if engine := sys.modules.get("sglang.srt.entrypoints.engine"):
+        hooks.install(_in_scope("engine"), _ADVICE)
+        if not isinstance(engine.Engine.server_args_class, server_args.EngineServerArgs):
+            engine.Engine.server_args_class = server_args.EngineServerArgs(engine.Engine.server_args_class)
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        hooks.install(_in_scope("scheduler"), _ADVICE)
+
+
+def load_plugins(original: Callable[[], None]) -> None:
+    original()
+    register()
+
+
+# -- hooks of the scheduler process ------------------------------------------------------------------------------------
+
+
+def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *args: Any, **kwargs: Any) -> None:
+    setup = setup_of(record)
+    wanted = hooks_for(setup)
+    if wanted:
+        runtime.activate(setup.layout)
+        hooks.install(wanted, _ADVICE)
+    original(scheduler, record, *args, **kwargs)
+    # Attention backends and models were imported in between.
+    hooks.verify()
+    if wanted:
+        page_size = scheduler.page_size
+        logger.info("DCP layout in force: %s, %d hooks", layout_record(setup.layout, page_size), len(wanted))
+
+
+def init_parallel_runtime(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.attn_dcp_size > 1:
+        record = kwargs.get("server_args", args[0] if args else None)
+        check_same_layout(server_args.block_size_of(record), parallel.dcp_group)
+    return result
+
+
+def check_same_layout(block_size: int, group: Any) -> None:
+    """Compare block size and plugin version over the DCP group.
+
+    Raises:
+        HookError: some rank has another; the message lists them by rank.
+    """
+    import torch.distributed as dist
+
+    mine = (block_size, __version__)
+    everyone: list[Any] = [None] * dist.get_world_size(group.cpu_group)
+    dist.all_gather_object(everyone, mine, group=group.cpu_group)
+    if any(other != mine for other in everyone):
+        listing = ", ".join(f"rank {r}: block size {b} (plugin {v})" for r, (b, v) in enumerate(everyone))
+        raise HookError(f"sglang-dcp-block: the DCP ranks don't share one layout ({listing}): start all with one flag.")
+
+
+def get_init_info(original: Callable[..., dict[str, Any]], scheduler: Any) -> dict[str, Any]:
+    info = original(scheduler)
+    layout = server_args.layout_of(scheduler.server_args)
+    info["dcp_block_size"] = layout.block_size
+    info["dcp_layout"] = layout_record(layout, scheduler.page_size)
+    return info
+
+
+# -- hooks of the launcher ---------------------------------------------------------------------------------------------
+
+
+def wait_for_scheduler_ready(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    infos = original(*args, **kwargs)
+    layouts = [info.get("dcp_layout") for info in infos]
+    if any(layout is None or layout != layouts[0] for layout in layouts):
+        raise HookError(
+            f"sglang-dcp-block: the scheduler processes report different layouts ({layouts}): "
+            "install the plugin for every process."
+        )
+    return infos

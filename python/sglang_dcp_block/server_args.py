@@ -1,0 +1,380 @@
+"""``--dcp-block-size``: the flag, what it is refused with, and how its value reaches every process.
+
+SGLang's ``ServerArgs`` is sealed, so the value travels beside its fields, in an object of this package's own class.
+A process that unpickles the arguments without this package fails at once instead of running token round-robin.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dcp_block import __version__
+from sglang_dcp_block.dcp.layout import DcpLayout
+
+FLAG = "--dcp-block-size"
+_ATTRIBUTE = "_dcp_block"
+
+#: Architectures whose KV this project has checked row by row under a block layout.
+TESTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+TESTED_BACKENDS = ("flashinfer", "triton")
+TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
+TESTED_COMM_BACKENDS = ("a2a", "ag_rs")
+
+
+class DcpBlockError(ValueError):
+    """The layout and another setting don't fit; the message says what to change."""
+
+
+class DcpBlockConfig:
+    """The block size on its way to another process. Unpickling it arms the plugin there."""
+
+    __slots__ = ("block_size",)
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def __repr__(self) -> str:
+        return f"DcpBlockConfig(block_size={self.block_size})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DcpBlockConfig) and other.block_size == self.block_size
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.block_size, __version__)
+
+
+def _rebuild(block_size: int, version: str) -> DcpBlockConfig:
+    if version != __version__:
+        raise DcpBlockError(
+            f"the launcher runs sglang-dcp-block {version} but this process has {__version__}: install one version."
+        )
+    # SGLang's loader may be told to skip this plugin (SGLANG_PLUGINS); a process that is handed a block size needs it.
+    from sglang_dcp_block import plugin
+
+    plugin.register()
+    return DcpBlockConfig(block_size)
+
+
+# -- the value ---------------------------------------------------------------------------------------------------------
+
+
+def parse_block_size(text: Any) -> int:
+    """``--dcp-block-size`` as an int >= 1.
+
+    Raises:
+        DcpBlockError: it is not one; argparse prints the message.
+    """
+    try:
+        value = int(text)
+    except (TypeError, ValueError):
+        value = 0
+    if value < 1 or isinstance(text, (bool, float)):
+        raise DcpBlockError(f"{FLAG} must be a whole number of tokens >= 1, got {text!r}.")
+    return value
+
+
+def _argparse_block_size(text: str) -> int:
+    try:
+        return parse_block_size(text)
+    except DcpBlockError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def attach(server_args: Any, block_size: Any) -> Any:
+    """Put ``block_size`` on a ``ServerArgs`` record (1 leaves it untouched) and return the record."""
+    block_size = parse_block_size(block_size)
+    if block_size > 1:
+        setattr(server_args, _ATTRIBUTE, DcpBlockConfig(block_size))
+    return server_args
+
+
+def block_size_of(server_args: Any) -> int:
+    """Block size of a ``ServerArgs`` record; 1 where the flag was not given."""
+    config = getattr(server_args, _ATTRIBUTE, None)
+    return 1 if config is None else config.block_size
+
+
+def layout_of(server_args: Any) -> DcpLayout:
+    """Layout a resolved ``ServerArgs`` record asks for."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return DcpLayout(resolving_view(server_args).dcp_size, block_size_of(server_args))
+
+
+# -- hooks of the launch (rows in plugin.HOOKS) ------------------------------------------------------------------------
+
+
+def add_cli_args(original: Callable[..., None], parser: argparse.ArgumentParser) -> None:
+    original(parser)
+    parser.add_argument(
+        FLAG,
+        type=_argparse_block_size,
+        default=1,
+        metavar="TOKENS",
+        help="Decode context parallelism gives each rank blocks of this many consecutive tokens in turn "
+        "(1 = SGLang's token round-robin). Must divide --page-size; set it to the page size on PD decode servers. "
+        "(sglang-dcp-block)",
+    )
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    return attach(original(cls, args), getattr(args, "dcp_block_size", 1))
+
+
+class EngineServerArgs:
+    """Stands in for ``Engine.server_args_class``: takes ``dcp_block_size`` beside the fields of ``ServerArgs``."""
+
+    def __init__(self, server_args_class: type) -> None:
+        self._class = server_args_class
+
+    def __call__(self, *, dcp_block_size: Any = 1, **kwargs: Any) -> Any:
+        return attach(self._class(**kwargs), dcp_block_size)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the refusals look at: resolved settings, the model, and the block size."""
+
+    cfg: Any
+    model: Any
+    block_size: int
+
+    @property
+    def backends(self) -> set[str]:
+        cfg = self.cfg
+        chosen = (cfg.prefill_attention_backend, cfg.decode_attention_backend)
+        return {name or cfg.attention_backend for name in chosen}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One combination that does not start with B > 1.
+
+    Attributes:
+        id: anchor in docs/troubleshooting.md. feature: its name in docs/support.md.
+        applies: whether a launch asks for it. message: one sentence; ``{...}`` are filled from ``values``.
+    """
+
+    id: str
+    feature: str
+    applies: Callable[[Launch], bool]
+    message: str
+    values: Callable[[Launch], dict[str, Any]] = lambda launch: {}
+
+    def text(self, launch: Launch) -> str:
+        return self.message.format(B=launch.block_size, P=launch.cfg.dcp_size, **self.values(launch))
+
+
+def _flag(id: str, name: str, feature: str) -> Refusal:
+    """A boolean or optional setting that is untested with a block layout."""
+    option = "--" + name.replace("_", "-")
+    return Refusal(
+        id,
+        feature,
+        lambda launch: getattr(launch.cfg, name) not in (None, False, "none"),
+        f"{FLAG} {{B}} is not tested with {option}: drop {option}, or drop {FLAG}.",
+    )
+
+
+def _heads(launch: Launch) -> int:
+    return launch.model.num_attention_heads
+
+
+def _text_config(launch: Launch) -> Any:
+    return launch.model.hf_text_config
+
+
+def _is_mla(launch: Launch) -> bool:
+    return launch.model.attention_arch.name == "MLA"
+
+
+def _architecture(launch: Launch) -> str:
+    return (launch.model.hf_config.architectures or ["unknown"])[0]
+
+
+def _platform() -> Any:
+    from sglang.srt.platforms import current_platform
+
+    return current_platform
+
+
+def _untested_platform(launch: Launch) -> bool:
+    platform = _platform()
+    return not (platform.is_cuda() or getattr(platform, "dcp_block_testbed", False))
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "block-without-dcp",
+        "one rank (--dcp-size 1)",
+        lambda launch: launch.cfg.dcp_size == 1,
+        f"{FLAG} {{B}} needs more than one DCP rank: add --dcp-size, or drop {FLAG} "
+        "(a PD prefill server needs no flag, it takes the block size from its decode peers).",
+    ),
+    Refusal(
+        "block-not-dividing-page",
+        "block size that does not divide the page size",
+        lambda launch: launch.cfg.page_size % launch.block_size != 0,
+        f"{FLAG} {{B}} must divide --page-size {{page}}: start with --page-size {{B}} "
+        "(blocks larger than a page are not supported yet).",
+        lambda launch: {"page": launch.cfg.page_size},
+    ),
+    Refusal(
+        "dcp-not-dividing-tp",
+        "DCP size that does not divide the TP size",
+        lambda launch: launch.cfg.tp_size % launch.cfg.dcp_size != 0,
+        "--dcp-size {P} must divide --tp-size {tp}: choose a divisor of {tp}.",
+        lambda launch: {"tp": launch.cfg.tp_size},
+    ),
+    Refusal(
+        "dcp-not-dividing-heads",
+        "DCP size that does not divide the attention heads",
+        lambda launch: _heads(launch) % launch.cfg.dcp_size != 0,
+        "--dcp-size {P} must divide the model's {heads} attention heads: choose a divisor of {heads}.",
+        lambda launch: {"heads": _heads(launch)},
+    ),
+    Refusal(
+        "model-not-mla",
+        "models without multi-head latent attention (GQA, MHA, hybrid)",
+        lambda launch: not _is_mla(launch),
+        f"{FLAG} {{B}} supports multi-head latent attention (MLA) only, and {{arch}} has none: drop {FLAG}.",
+        lambda launch: {"arch": _architecture(launch)},
+    ),
+    Refusal(
+        "model-untested",
+        "MLA architectures other than DeepSeek-V2/V3 (Kimi-K2 is one of these)",
+        lambda launch: _is_mla(launch) and _architecture(launch) not in TESTED_ARCHITECTURES,
+        f"{FLAG} {{B}} is not tested with {{arch}} (tested: {', '.join(TESTED_ARCHITECTURES)}): drop {FLAG}.",
+        lambda launch: {"arch": _architecture(launch)},
+    ),
+    Refusal(
+        "model-without-rope-part",
+        "MLA models without a rotary part (qk_rope_head_dim 0)",
+        lambda launch: _is_mla(launch) and getattr(_text_config(launch), "qk_rope_head_dim", 1) == 0,
+        f"{FLAG} {{B}} does not support MLA with qk_rope_head_dim 0, whose KV write knows no DCP owner: drop {FLAG}.",
+    ),
+    Refusal(
+        "attention-backend",
+        "attention backends other than flashinfer and triton",
+        lambda launch: not launch.backends <= set(TESTED_BACKENDS),
+        f"{FLAG} {{B}} is not tested with attention backend {{backend}}: "
+        "use --attention-backend flashinfer or --attention-backend triton.",
+        lambda launch: {"backend": ", ".join(sorted(map(str, launch.backends - set(TESTED_BACKENDS))))},
+    ),
+    Refusal(
+        "mixed-attention-backends",
+        "different attention backends for prefill and decode",
+        lambda launch: len(launch.backends) > 1,
+        f"{FLAG} {{B}} is not tested with two attention backends ({{backends}}): give one --attention-backend.",
+        lambda launch: {"backends": ", ".join(sorted(map(str, launch.backends)))},
+    ),
+    Refusal(
+        "comm-backend",
+        "DCP merge fi_a2a",
+        lambda launch: launch.cfg.dcp_comm_backend not in TESTED_COMM_BACKENDS,
+        f"{FLAG} {{B}} is not tested with --dcp-comm-backend {{comm}}: use a2a or ag_rs.",
+        lambda launch: {"comm": launch.cfg.dcp_comm_backend},
+    ),
+    Refusal(
+        "kv-cache-dtype",
+        "FP8 and FP4 KV cache",
+        lambda launch: launch.cfg.kv_cache_dtype not in TESTED_KV_DTYPES,
+        f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}}: use --kv-cache-dtype auto.",
+        lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
+    ),
+    Refusal(
+        "dp-attention",
+        "DP attention",
+        lambda launch: bool(launch.cfg.enable_dp_attention) or (launch.cfg.attn_dp_size or 1) > 1,
+        f"{FLAG} {{B}} is not tested with DP attention: drop --attn-dp-size, or drop {FLAG}.",
+    ),
+    Refusal(
+        "data-parallel",
+        "data-parallel replicas (--dp-size)",
+        lambda launch: (launch.cfg.dp_size or 1) > 1,
+        f"{FLAG} {{B}} is not tested with --dp-size {{dp}}: start one server per replica.",
+        lambda launch: {"dp": launch.cfg.dp_size},
+    ),
+    Refusal(
+        "pipeline-parallel",
+        "pipeline parallelism",
+        lambda launch: launch.cfg.pp_size > 1,
+        f"{FLAG} {{B}} is not tested with --pp-size {{pp}}: use --pp-size 1.",
+        lambda launch: {"pp": launch.cfg.pp_size},
+    ),
+    Refusal(
+        "pd-transfer-backend",
+        "PD transfer backends other than Mooncake (NIXL, Mori, Ascend)",
+        lambda launch: (
+            launch.cfg.disaggregation_mode not in (None, "null")
+            and launch.cfg.disaggregation_transfer_backend != "mooncake"
+        ),
+        f"{FLAG} {{B}} is not tested with --disaggregation-transfer-backend {{transfer}}: use mooncake.",
+        lambda launch: {"transfer": launch.cfg.disaggregation_transfer_backend},
+    ),
+    Refusal(
+        "platform",
+        "ROCm, Ascend, Intel and other platforms than CUDA",
+        _untested_platform,
+        f"{FLAG} {{B}} is tested on CUDA only, and this is {{platform}}: drop {FLAG}.",
+        lambda launch: {"platform": _platform().device_name},
+    ),
+    _flag("speculative-decoding", "speculative_algorithm", "speculative decoding"),
+    _flag("mixed-chunk", "enable_mixed_chunk", "mixed chunks"),
+    _flag("hicache", "enable_hierarchical_cache", "HiCache (host and storage tiers)"),
+    _flag("lmcache", "enable_lmcache", "LMCache"),
+    _flag("flexkv", "enable_flexkv", "FlexKV"),
+    _flag("external-linker", "enable_unified_cache_external_linker", "external cache linker"),
+    _flag("hisparse", "enable_hisparse", "HiSparse"),
+    _flag("unified-memory", "enable_unified_memory", "unified memory pool"),
+    _flag("page-major", "enable_page_major_kv_layout", "page-major KV layout"),
+    _flag("streaming-session", "enable_streaming_session", "streaming sessions"),
+    _flag("session-radix-cache", "enable_session_radix_cache", "session radix cache"),
+    _flag("radix-cache-backend", "radix_cache_backend", "other radix cache backends"),
+    _flag("kv-checksum", "disaggregation_enable_kv_checksum", "KV checksums"),
+    _flag("kv-canary", "kv_canary", "KV canary"),
+    _flag("decode-offload", "disaggregation_decode_enable_offload_kvcache", "decode KV offload"),
+    _flag("pd-role-switch", "enable_pd_role_switch", "PD role switch"),
+    _flag("pdmux", "enable_pdmux", "PD multiplexing"),
+    _flag("lora", "enable_lora", "LoRA"),
+    _flag("two-batch-overlap", "enable_two_batch_overlap", "two-batch overlap"),
+    _flag("single-batch-overlap", "enable_single_batch_overlap", "single-batch overlap"),
+    _flag("torch-compile", "enable_torch_compile", "torch.compile"),
+    _flag("symmetric-memory", "enable_symm_mem", "symmetric memory"),
+    _flag("replicate-q-proj", "dcp_replicate_q_proj", "replicated query projection"),
+    _flag("deterministic-inference", "enable_deterministic_inference", "deterministic inference"),
+    _flag("megakernel", "enable_nvidia_megakernel", "NVIDIA megakernel"),
+    _flag("elastic-ep", "elastic_ep_backend", "elastic expert parallelism"),
+    _flag("ray", "use_ray", "Ray"),
+)
+
+
+def refusals_for(launch: Launch) -> list[str]:
+    """Messages of every refusal that applies, in the order of :data:`REFUSALS`."""
+    # Later rows presuppose earlier ones (a page size, a divisor), so the caller shows the first.
+    return [r.text(launch) for r in REFUSALS if launch.block_size > 1 and r.applies(launch)]
+
+
+def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution step: refuse a launch that B > 1 is not tested with.
+
+    Raises:
+        DcpBlockError: the first refusal that applies, in one sentence.
+    """
+    previous(server_args)
+    if block_size_of(server_args) == 1:
+        return
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    launch = Launch(resolving_view(server_args), model_config_of(server_args), block_size_of(server_args))
+    for message in refusals_for(launch)[:1]:
+        raise DcpBlockError(message)
