@@ -21,7 +21,6 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-
 from sglang_dcp_block.attention import triton_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels
@@ -222,7 +221,15 @@ def kv_splits(local_lens: torch.Tensor, heads: int, cap: int) -> torch.Tensor:
     n = local_lens.numel()
     splits = torch.empty(n, dtype=torch.int32, device=DEVICE)
     get_num_kv_splits_triton[(1,)](
-        splits, local_lens.clamp_min(1), n, 1, heads, 1, cap, core_count(), MAX_NUM_SEQ=max(256, triton.next_power_of_2(n))
+        splits,
+        local_lens.clamp_min(1),
+        n,
+        1,
+        heads,
+        1,
+        cap,
+        core_count(),
+        MAX_NUM_SEQ=max(256, triton.next_power_of_2(n)),
     )
     return splits
 
@@ -299,7 +306,9 @@ def triton_partials(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.
     return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
-def shard_rows(batch: Batch, rank: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def shard_rows(
+    batch: Batch, rank: int, dtype: torch.dtype = torch.int32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """indptr (n + 1,) int32, exact rows, local lengths of one rank."""
     local = batch.layout.local_len(batch.seq_lens, rank)
     indptr = torch.zeros(len(batch.lens) + 1, dtype=torch.int32, device=DEVICE)
@@ -327,9 +336,7 @@ class FlashInferRank:
     def plan(self, indptr: torch.Tensor, rows: torch.Tensor, local: torch.Tensor) -> None:
         n = local.numel()
         qo = torch.arange(n + 1, dtype=torch.int32, device=DEVICE)
-        self.wrapper.plan(
-            qo, indptr, rows, local.to(torch.int32), self.heads, LORA, ROPE, 1, False, SCALE, WORK, WORK
-        )
+        self.wrapper.plan(qo, indptr, rows, local.to(torch.int32), self.heads, LORA, ROPE, 1, False, SCALE, WORK, WORK)
 
     def attend(self, q: torch.Tensor, pool: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """out (n, H, 512) and base-2 LSE (n, H). An fp8 pool is widened first, as SGLang does."""
@@ -432,7 +439,7 @@ def stock_decode(one: Batch, q: torch.Tensor, backend: str) -> torch.Tensor:
 
 
 class Difference(NamedTuple):
-    """worst: largest norm(got - want) / norm(want) over requests and heads. mean: the mean of it. where: (request, head)."""
+    """norm(got - want) / norm(want) over requests and heads: largest, mean, and (request, head) of the largest."""
 
     worst: float
     mean: float

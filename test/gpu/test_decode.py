@@ -13,7 +13,6 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, LORA
-
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp.layout import DcpLayout
 
@@ -172,7 +171,9 @@ def test_graph_replays_follow_growing_requests(layout: DcpLayout, report) -> Non
     # TritonRank sizes its buffers by the table's rows; a graph has as many as slots.
     for backend in backends:
         backend.kv_indptr = torch.zeros(slots + 1, dtype=torch.int32, device=DEVICE)
-        backend.kv_indices = torch.zeros(slots * layout.local_len(backend.max_context_len, 0), dtype=torch.int64, device=DEVICE)
+        backend.kv_indices = torch.zeros(
+            slots * layout.local_len(backend.max_context_len, 0), dtype=torch.int64, device=DEVICE
+        )
         meta = backend.forward_metadata
         meta.kv_indptr, meta.kv_indices = backend.kv_indptr, backend.kv_indices
         meta.attn_logits = torch.full((slots, heads, backend.max_kv_splits, LORA), math.nan, device=DEVICE)

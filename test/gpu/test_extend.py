@@ -10,7 +10,6 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, DIM, LORA
-
 from sglang_dcp_block.attention import triton_mla
 from sglang_dcp_block.dcp.gather import gather_prefix
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -68,7 +67,9 @@ def gathered_prefix(e: Extend, layout: DcpLayout, dtype: torch.dtype) -> tuple[k
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128] if ON_GPU else [16])
-@pytest.mark.parametrize("layout", [DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1)] if ON_GPU else [DcpLayout(2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1)] if ON_GPU else [DcpLayout(2, 4)], ids=str
+)
 def test_extend_over_the_gathered_prefix_is_as_exact_as_stock_dcp1(layout: DcpLayout, heads: int, report) -> None:
     from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
@@ -169,4 +170,4 @@ def test_extend_without_prefix_is_plain_causal_attention(heads: int, report) -> 
         first += n
     error = kit.difference(out, torch.cat(want))
     report(heads=heads, worst=error.worst, mean=error.mean)
-    assert error.worst < (0.02 if kit.WORK == torch.bfloat16 else 1e-5)
+    assert error.worst < (0.02 if torch.bfloat16 == kit.WORK else 1e-5)

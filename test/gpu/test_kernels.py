@@ -1,4 +1,4 @@
-"""KV write, index building, prefix gather and the empty-shard guard, compiled, one rank after another in one process."""
+"""KV write, index building, prefix gather and empty-shard guard, compiled, one rank after another in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from kit import DEVICE, DIM, LORA
-
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.gather import gather_prefix
@@ -89,9 +88,7 @@ def test_write_at_block_one_is_stock(dcp_size: int) -> None:
     for rank in range(dcp_size):
         ours, stock = empty_pool(w.rows, kit.WORK), empty_pool(w.rows, kit.WORK)
         write_mla_kv(ours, w.loc, nope, rope, layout, rank)
-        _set_mla_kv_buffer_impl(
-            stock, w.loc, nope, rope, reserved_skip_index=0, dcp_world_size=dcp_size, dcp_rank=rank
-        )
+        _set_mla_kv_buffer_impl(stock, w.loc, nope, rope, reserved_skip_index=0, dcp_world_size=dcp_size, dcp_rank=rank)
         assert torch.equal(bits(ours), bits(stock))
 
 
@@ -248,7 +245,7 @@ def test_guard_clears_empty_shards_and_nothing_else(layout: DcpLayout, dtype: to
     assert seen == {True, False}
 
 
-# -- no device-to-host sync ----------------------------------------------------------------------------------------------
+# -- no device-to-host sync --------------------------------------------------------------------------------------------
 
 
 @contextmanager
