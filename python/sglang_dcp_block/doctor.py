@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_dcp_block import __version__, plugin, server_args
+from sglang_dcp_block.disaggregation import wire
 from sglang_dcp_block.hooks import Hook
 
 # What Mooncake's engine links against that is not in its wheel, and the Debian package that has it.
@@ -78,8 +79,12 @@ def check_sglang(expected: str = plugin.SGLANG_VERSION) -> Check:
     except metadata.PackageNotFoundError:
         return Check("sglang", "fail", f"sglang is not installed: pip install sglang=={expected}.")
     if found != expected:
-        return Check("sglang", "fail", f"sglang {found} is installed, this package needs {expected}: install that.")
+        return Check("sglang", "fail", wrong_version(found, expected))
     return Check("sglang", "ok", f"sglang {found}.")
+
+
+def wrong_version(found: str, expected: str) -> str:
+    return f"sglang {found} is installed, this package needs {expected}: install that."
 
 
 def check_plugin(environ: Mapping[str, str] = os.environ) -> Check:
@@ -370,47 +375,65 @@ def ask_peer(url: str, timeout: float = PEER_TIMEOUT_S) -> dict[str, Any]:
     return info
 
 
-def layout_fault(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, name: str) -> str | None:
+def layout_fault(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str | None:
     """Why KV can't go between two layouts (dicts like /server_info's ``dcp_layout``), or None.
 
-    A side with dcp_size 1 fits any block size: it holds whole requests and learns the block size from its peer.
+    Only the keys of ``ours`` are compared. A side with dcp_size 1 fits any block size: it holds whole requests and
+    learns the block size from its peer.
     """
-    if theirs is None:
-        return f"{name} reports no dcp_layout: install sglang-dcp-block {__version__} there and restart it."
-    for key, flag in (("plugin_version", None), ("page_size", "--page-size")):
-        if key in ours and ours[key] != theirs.get(key):
-            what = f"{key.replace('_', ' ')} {theirs.get(key)}, this side {ours[key]}"
-            return f"{name} has {what}: {'give both the same ' + flag if flag else 'install one version on both'}."
-    if 1 in (ours.get("dcp_size"), theirs.get("dcp_size")):
-        return None
-    for key, flag in (("dcp_size", "--dcp-size"), ("block_size", server_args.FLAG)):
-        if key in ours and ours[key] != theirs.get(key):
-            what = f"{key.replace('_', ' ')} {theirs.get(key)}, this side {ours[key]}"
-            return f"{name} has {what}: give both the same {flag}."
+    flags = {"page_size": "--page-size", "dcp_size": "--dcp-size", "block_size": server_args.FLAG}
+    one_side_is_whole = 1 in (ours.get("dcp_size"), theirs["dcp_size"])
+    for key in ("page_size",) if one_side_is_whole else flags:
+        if key in ours and ours[key] != theirs[key]:
+            what = f"{key.replace('_', ' ')} {theirs[key]}, this side {ours[key]}"
+            return f"{name} has {what}: give both the same {flags[key]}."
     return None
+
+
+def pair_fault(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str | None:
+    """Why two running servers (their /server_info) can't work together, or None; ``name`` is the second one's."""
+    by_role = {info.get("disaggregation_mode"): info for info in (first, second)}
+    if not {"prefill", "decode"} <= set(by_role):
+        return layout_fault(first["dcp_layout"], second["dcp_layout"], name)
+    # The same judgement that the prefill server will make. "auto" is resolved there, so it can't be compared here.
+    dtypes = {role: str(info.get("kv_cache_dtype", "auto")) for role, info in by_role.items()}
+    if "auto" in dtypes.values():
+        dtypes = dict.fromkeys(dtypes, "auto")
+    sides = {}
+    for role, info in by_role.items():
+        layout = info["dcp_layout"]
+        sides[role] = wire.KvGeometry(layout["dcp_size"], layout["block_size"], layout["page_size"], dtypes[role])
+    fault = wire.refusal(sides["prefill"], sides["decode"])
+    return f"{name} would be refused: {fault}" if fault else None
 
 
 def check_peers(urls: Iterable[str], settings: Settings) -> list[Check]:
     """Compare each peer with the given settings and with the first peer."""
-    ours: dict[str, Any] = {"plugin_version": __version__}
-    ours |= {
-        k: getattr(settings, k) for k in ("dcp_size", "block_size", "page_size") if getattr(settings, k) is not None
-    }
+    keys = ("dcp_size", "block_size", "page_size")
+    ours = {key: getattr(settings, key) for key in keys if getattr(settings, key) is not None}
     checks: list[Check] = []
     first: dict[str, Any] | None = None
     for url in urls:
         try:
-            layout: dict[str, Any] | None = ask_peer(url).get("dcp_layout")
+            info = ask_peer(url)
         except ConnectionError as error:
             checks.append(Check("peer", "fail", str(error)))
             continue
-        fault = layout_fault(ours, layout, url) or (first and layout_fault(first, layout, url))
-        if fault or layout is None:
-            checks.append(Check("peer", "fail", str(fault)))
+        layout = info.get("dcp_layout")
+        if layout is None:
+            todo = f"install sglang-dcp-block {__version__} there and restart it"
+            checks.append(Check("peer", "fail", f"{url} reports no dcp_layout: {todo}."))
             continue
-        first = first or layout
-        said = f"dcp size {layout['dcp_size']}, block size {layout['block_size']}, page size {layout['page_size']}"
-        checks.append(Check("peer", "ok", f"{url} has {said}."))
+        fault = layout_fault(ours, layout, url) or (pair_fault(first, info, url) if first else None)
+        first = first or info
+        said = ", ".join(f"{key.replace('_', ' ')} {layout[key]}" for key in keys)
+        if fault:
+            checks.append(Check("peer", "fail", fault))
+        elif layout["plugin_version"] != __version__:
+            other = f"plugin version {layout['plugin_version']}, here {__version__}"
+            checks.append(Check("peer", "warn", f"{url} has {said}, but {other}: install one version."))
+        else:
+            checks.append(Check("peer", "ok", f"{url} has {said}."))
     return checks
 
 

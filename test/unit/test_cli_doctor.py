@@ -12,6 +12,7 @@ from importlib import util
 from pathlib import Path
 
 import pytest
+
 from sglang_dcp_block import __version__, doctor, plugin
 from sglang_dcp_block.doctor import Check, Settings
 
@@ -281,7 +282,6 @@ def layout(dcp_size=8, block_size=64, page_size=64):
         (Settings(8, 1, None, 64), layout(), None),
         (Settings(8, 8, 64, 64), layout(dcp_size=1, block_size=1), None),
         (Settings(), layout(), None),
-        (Settings(8, 8, 64, 64), layout() | {"plugin_version": "9.9"}, "has plugin version 9.9"),
         (Settings(8, 8, 64, 64), None, "reports no dcp_layout: install sglang-dcp-block"),
     ],
 )
@@ -290,6 +290,35 @@ def test_peer(serve, ours, theirs, words):
     (check,) = doctor.check_peers([url], ours)
     assert check.status == ("fail" if words else "ok")
     assert url in check.message and (words or "block size") in check.message
+
+
+def test_peer_with_another_plugin_version(serve):
+    (check,) = doctor.check_peers([serve({"dcp_layout": layout() | {"plugin_version": "9.9"}})], Settings())
+    assert check.status == "warn" and f"but plugin version 9.9, here {__version__}" in check.message
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        ((1, 1, 64, "auto"), (8, 64, 64, "auto"), None),
+        ((8, 64, 64, "bf16"), (8, 64, 64, "bf16"), None),
+        ((8, 16, 64, "auto"), (8, 64, 64, "auto"), "--dcp-block-size differs (prefill 16, decode 64)"),
+        ((8, 64, 64, "auto"), (1, 1, 64, "auto"), "--dcp-size differs (prefill 8, decode 1)"),
+        ((1, 1, 16, "auto"), (8, 64, 64, "auto"), "--page-size differs (prefill 16, decode 64)"),
+        ((1, 1, 64, "bf16"), (8, 64, 64, "fp8_e4m3"), "--kv-cache-dtype differs"),
+        ((1, 1, 64, "auto"), (8, 64, 64, "bf16"), None),
+    ],
+)
+def test_prefill_and_decode_are_judged_as_the_prefill_server_will(serve, prefill, decode, words):
+    def info(mode, dcp_size, block_size, page_size, dtype):
+        record = layout(dcp_size, block_size, page_size)
+        return {"dcp_layout": record, "disaggregation_mode": mode, "kv_cache_dtype": dtype}
+
+    urls = [serve(info("prefill", *prefill)), serve(info("decode", *decode))]
+    for order in (urls, urls[::-1]):
+        checks = doctor.check_peers(order, Settings())
+        assert [c.status for c in checks] == ["ok", "fail" if words else "ok"]
+        assert checks[1].message.startswith(order[1]) and (words or "") in checks[1].message
 
 
 def test_two_peers_are_compared_with_each_other(serve):
