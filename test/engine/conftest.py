@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
 from sglang_dcp_block.testing.audit import Reference, load_requests
 from sglang_dcp_block.testing.engine import Case, CaseResult, EngineSpec, Round, run
 from sglang_dcp_block.testing.warm import WarmServer

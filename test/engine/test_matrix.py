@@ -8,8 +8,8 @@ Each cell starts one engine and sends it all rounds of its workload. A cell pass
   elsewhere, for every request as it ended and for the whole pool after each round;
 - the same records fail the audit under another layout (the audit's own negative control).
 
-The full product {flashinfer, triton} x P {2, 4} x B {1, 16, 64} x {ag_rs, a2a} is 24 cells. Here are the 12 of them in
-which every (backend, P, B), every (backend, merge), (P, merge) and (B, merge) pair occurs; the other 12 are marked slow.
+The full product {flashinfer, triton} x P {2, 4} x B {1, 16, 64} x {ag_rs, a2a} is 24 cells. The 12 in which every
+(backend, P, B), every (backend, merge), (P, merge) and (B, merge) pair occurs run always; the other 12 are marked slow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import random
 from typing import NamedTuple
 
 import pytest
+
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.audit import audit_pools, audit_requests, load_pools, load_requests
 from sglang_dcp_block.testing.engine import CaseResult, EngineSpec, Round, differences
@@ -124,7 +125,7 @@ def test_stock_round_robin(run_engine, reference) -> None:
 
 
 def test_two_references(run_engine, reference) -> None:
-    """DCP1 through Triton's kernels agrees with DCP1 through the FlashInfer stand-in: the reference is no one's word."""
+    """DCP1 through Triton's own kernels agrees with DCP1 through the FlashInfer stand-in, the reference."""
     rounds = [Round([prompt(n) for n in (1, 17, 64, 130)], 3, "lengths")]
     expected, rows = reference(rounds)
     result = run_engine(EngineSpec(backend="triton"), rounds)

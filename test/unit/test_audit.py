@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.audit import (
     PoolRecord,
