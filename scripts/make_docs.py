@@ -15,6 +15,7 @@ import ast
 import io
 import json
 import re
+import runpy
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -58,7 +59,7 @@ def hooks_page() -> str:
         scopes.append((f"`{name}`", scope if isinstance(scope, str) else SCOPE_TEXT[name]))
     return f"""{MADE}# Hooks
 
-Everything this package changes in SGLang {plugin.SGLANG_VERSION}: {len(plugin.HOOKS)} targets, this table, nothing else.
+All that this package changes in SGLang {plugin.SGLANG_VERSION}: {len(plugin.HOOKS)} targets, this table, nothing else.
 The table is `plugin.HOOKS` in the code. Before a hook is installed, the target's source text is hashed and compared;
 one missing or changed target stops the process before it has a KV pool. Afterwards every module is searched for copies
 of the original. `sglang-dcp-block doctor` does the first half without starting a server.
@@ -91,21 +92,36 @@ SCOPE_TEXT = {
 # -- support.md --------------------------------------------------------------------------------------------------------
 
 
-def support_page() -> str:
+def cell_rows(spec: dict[str, str]) -> list[tuple[str, ...]]:
+    """Rows from a test file's own list of cells, one for each backend and DCP size."""
+    path, _, name = spec["list"].partition("::")
+    cells = runpy.run_path(str(ROOT / path))[name]()
     rows = []
-    for row in data("support.toml")["supported"]:
-        rows.append((row["feature"], row["value"], f"`{row['test']}`", row["ran"]))
-    for refusal in server_args.REFUSALS:
+    for backend, dcp in sorted({(c.backend, c.dcp) for c in cells}):
+        mine = [c for c in cells if (c.backend, c.dcp) == (backend, dcp)]
+        blocks = ", ".join(str(b) for b in sorted({c.block for c in mine}))
+        comms = ", ".join(sorted({c.comm for c in mine}))
+        values = {"backend": backend, "dcp": dcp, "blocks": blocks, "comms": comms}
         rows.append(
-            (refusal.feature, "refused", f"[{template(refusal.message)}](troubleshooting.md#{refusal.id})", "at start")
+            (spec["feature"].format(**values), spec["value"].format(**values), f"`{spec['test']}`", spec["runs"])
         )
+    return rows
+
+
+def support_page() -> str:
+    listed = data("support.toml")
+    rows = [row for spec in listed["cells"] for row in cell_rows(spec)]
+    rows += [(row["feature"], row["value"], f"`{row['test']}`", row["runs"]) for row in listed["supported"]]
+    for refusal in server_args.REFUSALS:
+        link = f"[{template(refusal.message)}](troubleshooting.md#{refusal.id})"
+        rows.append((refusal.feature, "refused", link, "at start"))
     return f"""{MADE}# What is supported
 
 One table. A row is either proved by the test it names, or refused before the server is ready with the message it
-quotes. What has no row has not been looked at. "Ran on" says where the test passed; see
-[performance](performance.md) and [accuracy](accuracy.md) for figures.
+quotes. What has no row has not been looked at. The last column says where the test runs;
+[performance](performance.md) and [accuracy](accuracy.md) say what was measured on which machine.
 
-{table(("feature", "value", "test, or message that refuses it", "ran on"), rows)}"""
+{table(("feature", "value", "test, or message that refuses it", "runs on"), rows)}"""
 
 
 # -- troubleshooting.md ------------------------------------------------------------------------------------------------

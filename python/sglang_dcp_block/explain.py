@@ -519,9 +519,8 @@ def _draw_lanes(axes: Any, report: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, max(depth, 1))
     more = "" if shown == report["tokens"] else f", first {shown:,} positions"
-    axes.set_title(
-        f"Positions in each rank's rows, block RR{more} (dotted: page, dashed: virtual page)", loc="left", fontsize=10
-    )
+    edges = "dashed: page" if width == page else "dotted: page, dashed: virtual page"
+    axes.set_title(f"Positions in each rank's rows, block RR{more} ({edges})", loc="left", fontsize=10)
 
 
 def _draw_rows(axes: Any, report: dict[str, Any]) -> None:

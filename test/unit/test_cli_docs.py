@@ -25,7 +25,8 @@ def test_committed_pages_and_examples_are_current():
 def test_a_stale_page_is_noticed(tmp_path):
     for part in ("docs", "scripts"):
         shutil.copytree(ROOT / part, tmp_path / part)
-    (tmp_path / "python").symlink_to(ROOT / "python")
+    for part in ("python", "test"):
+        (tmp_path / part).symlink_to(ROOT / part)
     page = tmp_path / "docs/hooks.md"
     page.write_text(page.read_text().replace("around", "replace", 1))
     (tmp_path / "docs/examples/explain.txt").unlink()
@@ -75,10 +76,20 @@ def has_test(reference):
 
 
 def test_supported_rows_name_tests_that_exist():
-    for row in make_docs["data"]("support.toml")["supported"]:
+    listed = make_docs["data"]("support.toml")
+    for row in listed["supported"]:
         assert has_test(row["test"]), row
-        assert row["ran"] and set(row) == {"feature", "value", "test", "ran"}
+        assert row["runs"] and set(row) == {"feature", "value", "test", "runs"}
+    for row in listed["cells"]:
+        assert has_test(row["test"]) and make_docs["cell_rows"](row), row
     assert not has_test("test/unit/test_nothing.py") and not has_test("test/unit/test_layout.py::test_nothing")
+
+
+def test_one_support_table_with_every_refusal():
+    page = (DOCS / "support.md").read_text()
+    assert page.count("\n| --- |") == 1
+    for refusal in server_args.REFUSALS:
+        assert f"| {refusal.feature} | refused | [" in page
 
 
 @pytest.mark.parametrize("reference", sorted({hook.test for hook in plugin.HOOKS}))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+
 from sglang_dcp_block.advise import UserError
 from sglang_dcp_block.explain import SYMBOLS, explain, render_png, render_text
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_dcp_block import metrics, runtime
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.metrics import METRICS, Shards
