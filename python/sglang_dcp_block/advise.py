@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sglang_dcp_block import server_args
 from sglang_dcp_block.dcp.layout import DcpLayout
 
 # Mooncake cuts a request into slices of this size unless MC_SLICE_SIZE says otherwise; smaller segments pay a work
@@ -66,6 +67,7 @@ class ModelShape:
     qk_rope_head_dim: int
     max_context: int
     weight_bytes: int
+    architecture: str
 
 
 # -- reading what the user gave --------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ def load_model(path: str | Path) -> ModelShape:
         qk_rope_head_dim=text["qk_rope_head_dim"],
         max_context=text.get("max_position_embeddings", 0),
         weight_bytes=int(total or parameters(text) * _weight_bits(config) / 8),
+        architecture=(config.get("architectures") or ["unknown"])[0],
     )
 
 
@@ -326,6 +329,7 @@ def advise(
     flags = f"--tp-size {tp_size} --page-size {page}"
     if p > 1:
         flags = f"--tp-size {tp_size} --dcp-size {p} --dcp-block-size {block} --page-size {page}"
+    reasons = _reasons(shape, by_dcp, by_block, chosen, block, per_row, context, concurrency)
     return {
         "schema": 1,
         "model": shape.name,
@@ -343,7 +347,7 @@ def advise(
             "fits": chosen["fits"],
             "flags": flags,
         },
-        "reasons": _reasons(shape, by_dcp, by_block, chosen, block, per_row, context, concurrency),
+        "reasons": reasons + (_refused_yet(shape, dtype) if p > 1 else []),
         "dcp_sizes": by_dcp,
         "block_sizes": by_block,
     }
@@ -382,7 +386,7 @@ def _reasons(
     if not chosen["fits"]:
         out.append(
             f"That is {chosen['requests']} requests at once, not {concurrency}: the rest waits or is retracted; raise "
-            "--tp, lower --context, or store KV as fp8."
+            "--tp, or lower --context."
         )
     if p == 1:
         out.append(
@@ -412,6 +416,17 @@ def _reasons(
         f"round-robin with page {rr['page_size']} has {rr['prefix_hit_granularity']:,}.",
         f"Give --page-size {row['page_size']} on the prefill server as well: both ends must have the same page.",
     ]
+    return out
+
+
+def _refused_yet(shape: ModelShape, dtype: str) -> list[str]:
+    """What the server would refuse in this advice today, told from its own lists."""
+    out = []
+    if shape.architecture not in server_args.TESTED_ARCHITECTURES:
+        tested = ", ".join(server_args.TESTED_ARCHITECTURES)
+        out.append(f"Not yet: the server refuses {shape.architecture} with a block size above 1 (tested: {tested}).")
+    if dtype.startswith("fp8") and not any(d.startswith("fp8") for d in server_args.TESTED_KV_DTYPES):
+        out.append("Not yet: the server refuses fp8 KV with a block size above 1, so keep bf16.")
     return out
 
 

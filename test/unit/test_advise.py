@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_dcp_block import advise
 from sglang_dcp_block.advise import UserError
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -36,6 +37,7 @@ V2 = V2_LITE | {
     "n_routed_experts": 160,
 }
 V3 = V2 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
     "hidden_size": 7168,
     "num_hidden_layers": 61,
     "intermediate_size": 18432,
@@ -204,6 +206,15 @@ def test_advice_is_accepted_by_the_layout_rule(v3):
             best = advice(v3, tp_size=tp, gpu_memory=800 * 10**9, context=context)["recommendation"]
             assert tp % best["dcp_size"] == 0 and v3.heads % best["dcp_size"] == 0
             assert best["page_size"] % best["block_size"] == 0
+
+
+def test_advice_says_what_the_server_refuses_today(tmp_path, v3):
+    assert not any(reason.startswith("Not yet") for reason in advice(v3)["reasons"])
+    other = advise.load_model(write_config(tmp_path / "other", V3 | {"architectures": ["OtherForCausalLM"]}))
+    assert any("refuses OtherForCausalLM" in reason for reason in advice(other)["reasons"])
+    # This line goes when fp8 KV is supported: then the server's list and the advice change together.
+    assert any("refuses fp8 KV" in reason for reason in advice(v3, dtype="fp8")["reasons"])
+    assert not any(reason.startswith("Not yet") for reason in advice(other, context=1024, concurrency=1)["reasons"])
 
 
 # -- bad input: one sentence that says what to change
