@@ -34,6 +34,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "test" / "gpu"))
 import kit
 from kit import DIM, LORA, Timing
+
 from sglang_dcp_block.attention import flashinfer_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp.layout import DcpLayout

@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
+
 from sglang_dcp_block.attention import triton_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels

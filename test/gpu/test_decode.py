@@ -13,6 +13,7 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, LORA
+
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp.layout import DcpLayout
 

@@ -10,6 +10,7 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, DIM, LORA
+
 from sglang_dcp_block.attention import triton_mla
 from sglang_dcp_block.dcp.gather import gather_prefix
 from sglang_dcp_block.dcp.layout import DcpLayout

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kit import DEVICE, DIM, LORA
+
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.gather import gather_prefix
