@@ -292,25 +292,21 @@ def gpu_links(matrix: str) -> dict[tuple[int, int], str]:
     """Link of each GPU pair (i < j) in the output of ``nvidia-smi topo -m``: NV18, PIX, PHB, SYS and the like."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in matrix.splitlines()]
     rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line.strip())]
-    rows = [row for row in rows if not row[1].startswith("GPU")]
+    rows = [row for row in rows if "X" in row]  # a device's link to itself; the heading has none
     return {(i, j): rows[i][j + 1] for i in range(len(rows)) for j in range(i + 1, len(rows))}
 
 
 def check_gpus(names: list[str], matrix: str, tp_size: int | None = None) -> Check:
     if not names:
         return Check("gpus", "warn", "no NVIDIA GPU: only the CPU test bed runs here.")
-    kinds = " and ".join(sorted(set(names)))
+    here = f"{len(names)} GPU{'s' if len(names) > 1 else ''} ({' and '.join(sorted(set(names)))})"
     if tp_size and len(names) < tp_size:
-        return Check("gpus", "fail", f"{len(names)} GPUs ({kinds}) are fewer than --tp {tp_size}: lower --tp.")
+        return Check("gpus", "fail", f"{here}, fewer than --tp {tp_size}: lower --tp.")
     slow = sorted({link for link in gpu_links(matrix).values() if not link.startswith("NV")})
     if slow:
-        text = (
-            f"{len(names)} GPUs ({kinds}), some pairs without NVLink ({', '.join(slow)}): expect slow DCP merges there."
-        )
+        text = f"{here}, some pairs without NVLink ({', '.join(slow)}): expect slow DCP merges there."
         return Check("gpus", "warn", text)
-    return Check(
-        "gpus", "ok", f"{len(names)} GPUs ({kinds})" + (", all pairs on NVLink." if gpu_links(matrix) else ".")
-    )
+    return Check("gpus", "ok", here + (", all pairs on NVLink." if gpu_links(matrix) else "."))
 
 
 # -- settings of a launch ----------------------------------------------------------------------------------------------

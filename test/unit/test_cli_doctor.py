@@ -201,6 +201,8 @@ Legend:
 def test_gpu_links():
     links = doctor.gpu_links(MATRIX.format(link="SYS"))
     assert links == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
+    # With one GPU the heading looks like a row: its second word is no GPU.
+    assert doctor.gpu_links("\t\x1b[4mGPU0\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tSYS\t0-63\n") == {}
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,7 @@ def test_gpu_links():
     [
         ([], "", 8, "warn", "no NVIDIA GPU"),
         (["NVIDIA H200"] * 3, "NV18", 3, "ok", "3 GPUs (NVIDIA H200), all pairs on NVLink"),
+        (["NVIDIA H200"], "NV18", 1, "ok", "1 GPU (NVIDIA H200)"),
         (["NVIDIA H200"] * 3, "SYS", None, "warn", "without NVLink (SYS)"),
         (["NVIDIA H200"] * 3, "NV18", 8, "fail", "fewer than --tp 8"),
     ],
