@@ -147,6 +147,8 @@ def test_torch_cuda_is_torchs_own_word():
 @pytest.fixture
 def rewired_mooncake(tmp_path):
     """A copy of the installed Mooncake whose engine asks the loader for another library (same length of name)."""
+    if not doctor.mooncake_distributions():
+        pytest.skip("no Mooncake wheel is installed, so there is none to break")
     source = Path(util.find_spec("mooncake").origin).parent
 
     def rewire(old, new):
