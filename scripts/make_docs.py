@@ -140,6 +140,12 @@ class Message(NamedTuple):
         words = re.findall(r"[a-z0-9]+", self.text.lower().removeprefix("sglang-dcp-block"))
         return "-".join(words[:8])
 
+    @property
+    def title(self) -> str:
+        """First words of the text, as a heading."""
+        words = self.text.removeprefix("sglang-dcp-block: ").split()
+        return " ".join(words[:10]) + (" ..." if len(words) > 10 else "")
+
 
 def template(message: str) -> str:
     """A message with {values} shown as an ellipsis."""
@@ -227,7 +233,7 @@ def troubleshooting_page() -> str:
         note = refused.get(refusal.id, notes["untested"] if "not tested with" in refusal.message else None)
         if note is None:
             raise SystemExit(f"docs/data/troubleshooting.toml has no [refusals] entry for {refusal.id!r}")
-        parts.append(f"### {refusal.feature} {{#{refusal.id}}}\n\n> {template(refusal.message)}\n\n{note}\n\n")
+        parts.append(f"### {refusal.feature} {{#{refusal.id}}}\n\n> {template(refusal.message)}\n\n{note.strip()}\n\n")
     listed = package_messages()
     for title, files in notes["sections"].items():
         parts.append(f"## {title}\n\n")
@@ -236,7 +242,9 @@ def troubleshooting_page() -> str:
                 raise SystemExit(
                     f"docs/data/troubleshooting.toml has no [messages] entry {message.id!r}: {message.text}"
                 )
-            parts.append(f"### {message.id} {{#{message.id}}}\n\n> {message.text}\n\n{raised[message.id]}\n\n")
+            parts.append(
+                f"### {message.title} {{#{message.id}}}\n\n> {message.text}\n\n{raised[message.id].strip()}\n\n"
+            )
     unknown = set(raised) - {m.id for m in listed}
     if unknown:
         raise SystemExit(
