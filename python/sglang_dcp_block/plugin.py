@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dcp_block import __version__, hooks, runtime, server_args
+from sglang_dcp_block import __version__, hooks, metrics, runtime, server_args
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.hooks import Hook, HookError
 
@@ -128,6 +128,15 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler",
         "/server_info does not name the layout",
         "test/engine/test_serve.py",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter.report_decode_stats",
+        f"{_US}.metrics:report_decode_stats",
+        "around",
+        "941922d64418a787",
+        "block",
+        "the rows-per-rank and empty-shard gauges stand still",
+        "test/unit/test_cli_metrics.py",
     ),
     # -- lengths and ids
     Hook(
@@ -359,6 +368,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
     # Attention backends and models were imported in between.
     hooks.verify()
     if wanted:
+        metrics.start_for_scheduler(scheduler)
         page_size = scheduler.page_size
         logger.info("DCP layout in force: %s, %d hooks", layout_record(setup.layout, page_size), len(wanted))
 

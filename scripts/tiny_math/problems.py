@@ -69,7 +69,8 @@ def is_held_out(question: str) -> bool:
 
 
 def _times(quantity: int, item: str, price: int) -> str:
-    return f"{quantity} {item} * {price} = {quantity * price}."
+    # "<item> at <price>" stands word for word in the price list: a lookup is one induction step, however far back.
+    return f"{quantity} {item} at {price} = {quantity * price}."
 
 
 def _buy_two(rng, names, items, prices):
@@ -262,7 +263,7 @@ def price_list(rng: random.Random) -> dict[str, int]:
 
 
 def price_list_text(prices: dict[str, int]) -> str:
-    return "Prices: " + " ".join(f"{item} cost {price} dollars each." for item, price in prices.items())
+    return "Prices: " + " ".join(f"{item} at {price} dollars each." for item, price in prices.items())
 
 
 def question_text(rng: random.Random, problem: Problem, most_filler: int) -> str:
@@ -310,7 +311,8 @@ def needle_document(rng: random.Random, length: int) -> Iterator[Segment]:
     most_waiting = rng.randint(1, 32)  # how many codes are remembered before one is asked: the more, the farther back
     waiting: list[tuple[str, str]] = []
     while True:
-        yield Segment(filler(rng, rng.randint(1, 2 * sentences)) + " ", False)
+        story = filler(rng, rng.randint(0, 2 * sentences))  # none at all now and then: a fact may open the context
+        yield Segment(story + " " if story else "", False)
         if names:
             waiting.append((names.pop(), code_text(rng)))
             yield Segment(fact_text(*waiting[-1]) + " ", False)

@@ -1,0 +1,156 @@
+"""The hook table against the installed SGLang, when each row is installed, and the checks between processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+
+from sglang_dcp_block import __version__, hooks, plugin
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.hooks import HookError
+from sglang_dcp_block.plugin import HOOKS, SCOPES, Setup
+from sglang_dcp_block.server_args import DcpBlockConfig
+
+
+def setup(dcp: int, block: int, backend: str, is_mla: bool = True, mode: str = "null") -> Setup:
+    return Setup(DcpLayout(dcp, block), backend, is_mla, mode, "mooncake")
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda h: h.target)
+def test_every_target_exists_unchanged_in_the_pinned_sglang(hook):
+    assert hooks.check(hook) is None
+    assert hook.scope in SCOPES and hook.why
+    assert hook.test.split("::")[0].startswith("test/") and os.path.exists(hook.test.split("::")[0]), hook.test
+
+
+def test_no_target_is_listed_twice():
+    assert len({h.target for h in HOOKS}) == len(HOOKS)
+
+
+def test_flashinfer_at_block_size_1_and_servers_without_dcp_get_no_kv_hook():
+    for quiet in (setup(8, 1, "flashinfer"), setup(1, 1, "triton"), setup(1, 1, "fa3"), setup(8, 1, "triton", False)):
+        assert plugin.hooks_for(quiet) == []
+
+
+def test_block_layouts_get_their_backends_hooks():
+    flashinfer = {h.target for h in plugin.hooks_for(setup(8, 64, "flashinfer"))}
+    triton = {h.target for h in plugin.hooks_for(setup(8, 64, "triton"))}
+    shared = {h.target for h in HOOKS if h.scope == "block"}
+    assert shared <= flashinfer and shared <= triton
+    assert any("FlashInferMLA" in t for t in flashinfer - triton) and any("Triton" in t for t in triton - flashinfer)
+    assert triton == {h.target for h in plugin.hooks_for(setup(8, 1, "triton"))}, "Triton MLA needs wiring at B = 1 too"
+
+
+def test_the_layout_record_tells_layouts_apart():
+    records = [
+        plugin.layout_record(DcpLayout(p, b), page)["hash"]
+        for p in (1, 2, 8)
+        for b in (1, 16, 64)
+        for page in (64, 128)
+    ]
+    assert len(set(records)) == len(records)
+
+
+def test_another_sglang_version_stops_the_process(monkeypatch):
+    import sglang
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(sglang, "__version__", "0.5.24")
+    with pytest.raises(HookError, match=r"sglang 0\.5\.24 is installed; install sglang==0\.5\.23"):
+        plugin.register()
+
+
+# -- between processes -------------------------------------------------------------------------------------------------
+
+
+def _compare(rank: int, blocks: list[int], port: int, queue) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(blocks))
+    try:
+        plugin.check_same_layout(blocks[rank], types.SimpleNamespace(cpu_group=dist.group.WORLD))
+        queue.put((rank, None))
+    except HookError as error:
+        queue.put((rank, str(error)))
+
+
+@pytest.mark.parametrize("blocks", [[64, 64], [64, 16]], ids=["same", "rank 1 differs"])
+def test_ranks_with_different_block_sizes_all_stop(blocks):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=_compare, args=(r, blocks, port, queue)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    answers = dict(queue.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    if blocks[0] == blocks[1]:
+        assert answers == {0: None, 1: None}
+    else:
+        for message in answers.values():
+            assert "rank 0: block size 64" in message and "rank 1: block size 16" in message
+
+
+def test_the_launcher_stops_when_a_scheduler_reports_no_or_another_layout():
+    record = plugin.layout_record(DcpLayout(2, 64), 64)
+    other = plugin.layout_record(DcpLayout(2, 16), 64)
+    assert plugin.wait_for_scheduler_ready(lambda: [{"dcp_layout": record}] * 2) == [{"dcp_layout": record}] * 2
+    for infos in ([{"status": "ready"}], [{"dcp_layout": record}, {"dcp_layout": other}]):
+        with pytest.raises(HookError, match="install the plugin for every process"):
+            plugin.wait_for_scheduler_ready(lambda infos=infos: infos)
+
+
+def _python(code: str, environment: dict[str, str] | None = None, data: bytes = b"") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], input=data, capture_output=True, timeout=300, env=os.environ | (environment or {})
+    )
+
+
+def test_a_child_without_the_plugin_fails_to_read_its_arguments():
+    hide = "import sys; sys.modules['sglang_dcp_block'] = None; import pickle; pickle.load(sys.stdin.buffer)"
+    result = _python(hide, data=pickle.dumps(DcpBlockConfig(64)))
+    assert result.returncode == 1 and b"sglang_dcp_block" in result.stderr, result.stderr
+
+
+def test_a_child_with_another_plugin_version_fails_to_read_its_arguments():
+    data = pickle.dumps(DcpBlockConfig(64)).replace(__version__.encode(), b"9.9.9")
+    result = _python("import sys, pickle; pickle.load(sys.stdin.buffer)", data=data)
+    assert result.returncode == 1 and b"the launcher runs sglang-dcp-block 9.9.9" in result.stderr, result.stderr
+
+
+def test_a_child_whose_loader_skips_the_plugin_is_armed_by_its_arguments():
+    code = (
+        "import sys, pickle, sglang.srt.managers.scheduler\n"
+        "config = pickle.load(sys.stdin.buffer)\n"
+        "from sglang_dcp_block import hooks\n"
+        "assert 'sglang.srt.managers.scheduler:Scheduler.__init__' in hooks.installed()\n"
+        "print('armed', config.block_size)"
+    )
+    result = _python(code, {"SGLANG_PLUGINS": "nothing"}, pickle.dumps(DcpBlockConfig(64)))
+    assert result.stdout.split()[-2:] == [b"armed", b"64"], result.stderr
+
+
+def test_excluding_the_plugin_while_giving_the_flag_is_an_error():
+    code = (
+        "import sys\n"
+        "import sglang\n"
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.server_args import prepare_server_args\n"
+        "try: sglang.Engine(model_path='none', dcp_block_size=64)\n"
+        "except TypeError as error: print('engine:', error)\n"
+        "prepare_server_args(['--model-path', 'none', '--dcp-block-size', '64'])"
+    )
+    result = _python(code, {"SGLANG_PLUGINS": "nothing"})
+    assert result.returncode == 2 and b"unrecognized arguments: --dcp-block-size 64" in result.stderr, result.stderr
+    assert b"engine:" in result.stdout and b"dcp_block_size" in result.stdout, result.stdout

@@ -1,0 +1,240 @@
+"""The flag, its way to other processes, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dcp_block import plugin, server_args
+from sglang_dcp_block.server_args import REFUSALS, DcpBlockError, Launch, block_size_of
+
+
+@pytest.fixture(scope="module")
+def prepare():
+    """SGLang's own parsing with the plugin registered."""
+    plugin.register()
+    from sglang.srt.server_args import prepare_server_args
+
+    return prepare_server_args
+
+
+def test_flag_reaches_the_record_and_its_pickles(prepare):
+    record = prepare(["--model-path", "none", "--dcp-size", "2", "--dcp-block-size", "64"])
+    assert block_size_of(record) == 64
+    assert block_size_of(pickle.loads(pickle.dumps(record))) == 64
+
+
+def test_without_the_flag_the_record_is_untouched(prepare):
+    record = prepare(["--model-path", "none"])
+    assert block_size_of(record) == 1
+    assert b"sglang_dcp_block" not in pickle.dumps(record)
+    assert b"sglang_dcp_block" not in pickle.dumps(prepare(["--model-path", "none", "--dcp-block-size", "1"]))
+
+
+def test_yaml_config(prepare, tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text("model-path: none\ndcp-size: 2\ndcp-block-size: 16\n")
+    assert block_size_of(prepare(["--config", str(path)])) == 16
+
+
+def test_help_names_the_flag(prepare, capsys):
+    with pytest.raises(SystemExit):
+        prepare(["--help"])
+    assert "--dcp-block-size TOKENS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["0", "-64", "64.5", "many", ""])
+def test_values_that_are_no_block_size(prepare, capsys, text):
+    with pytest.raises(SystemExit):
+        prepare(["--model-path", "none", f"--dcp-block-size={text}"])
+    assert f"--dcp-block-size must be a whole number of tokens >= 1, got '{text}'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "x"])
+def test_engine_values_that_are_no_block_size(value):
+    build = server_args.EngineServerArgs(lambda **fields: SimpleNamespace(**fields))
+    with pytest.raises(DcpBlockError, match="whole number of tokens >= 1"):
+        build(model_path="none", dcp_block_size=value)
+
+
+def test_engine_argument():
+    build = server_args.EngineServerArgs(lambda **fields: SimpleNamespace(**fields))
+    assert block_size_of(build(model_path="none", dcp_block_size=64)) == 64
+    assert block_size_of(build(model_path="none")) == 1
+    with pytest.raises(TypeError, match="unexpected"):
+        server_args.EngineServerArgs(lambda *, model_path: None)(model_path="none", dcp_blok_size=64)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+GOOD = dict(
+    dcp_size=8,
+    tp_size=8,
+    pp_size=1,
+    dp_size=1,
+    attn_dp_size=1,
+    page_size=64,
+    attention_backend="triton",
+    prefill_attention_backend=None,
+    decode_attention_backend=None,
+    dcp_comm_backend="a2a",
+    kv_cache_dtype="auto",
+    disaggregation_mode="null",
+    disaggregation_transfer_backend="mooncake",
+    enable_dp_attention=None,
+    kv_canary="none",
+)
+#: id of a refusal -> settings that ask for it, and what the message must name.
+ASKED: dict[str, tuple[dict, str]] = {
+    "block-without-dcp": (dict(dcp_size=1), "add --dcp-size, or drop --dcp-block-size"),
+    "block-not-dividing-page": (dict(page_size=96), "--page-size 64"),
+    "dcp-not-dividing-tp": (dict(tp_size=4), "divisor of 4"),
+    "dcp-not-dividing-heads": (dict(model=dict(num_attention_heads=20)), "divisor of 20"),
+    "model-not-mla": (dict(model=dict(arch="MHA", architectures=["LlamaForCausalLM"])), "LlamaForCausalLM"),
+    "model-untested": (dict(model=dict(architectures=["KimiLinearForCausalLM"])), "KimiLinearForCausalLM"),
+    "model-without-rope-part": (dict(model=dict(qk_rope_head_dim=0)), "qk_rope_head_dim 0"),
+    "attention-backend": (dict(attention_backend="fa3"), "fa3"),
+    "mixed-attention-backends": (dict(decode_attention_backend="flashinfer"), "flashinfer, triton"),
+    "comm-backend": (dict(dcp_comm_backend="fi_a2a"), "fi_a2a"),
+    "kv-cache-dtype": (dict(kv_cache_dtype="fp8_e4m3"), "fp8_e4m3"),
+    "dp-attention": (dict(attn_dp_size=2), "--attn-dp-size"),
+    "data-parallel": (dict(dp_size=2), "--dp-size 2"),
+    "pipeline-parallel": (dict(pp_size=2), "--pp-size 2"),
+    "pd-transfer-backend": (dict(disaggregation_mode="decode", disaggregation_transfer_backend="nixl"), "nixl"),
+    "platform": ({}, "cpu"),
+    "speculative-decoding": (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm"),
+    "kv-canary": (dict(kv_canary="log"), "--kv-canary"),
+    "radix-cache-backend": (dict(radix_cache_backend="other"), "--radix-cache-backend"),
+    "elastic-ep": (dict(elastic_ep_backend="mooncake"), "--elastic-ep-backend"),
+    "mixed-chunk": (dict(enable_mixed_chunk=True), "--enable-mixed-chunk"),
+    "hicache": (dict(enable_hierarchical_cache=True), "--enable-hierarchical-cache"),
+    "lmcache": (dict(enable_lmcache=True), "--enable-lmcache"),
+    "flexkv": (dict(enable_flexkv=True), "--enable-flexkv"),
+    "external-linker": (dict(enable_unified_cache_external_linker=True), "--enable-unified-cache-external-linker"),
+    "hisparse": (dict(enable_hisparse=True), "--enable-hisparse"),
+    "unified-memory": (dict(enable_unified_memory=True), "--enable-unified-memory"),
+    "page-major": (dict(enable_page_major_kv_layout=True), "--enable-page-major-kv-layout"),
+    "streaming-session": (dict(enable_streaming_session=True), "--enable-streaming-session"),
+    "session-radix-cache": (dict(enable_session_radix_cache=True), "--enable-session-radix-cache"),
+    "kv-checksum": (dict(disaggregation_enable_kv_checksum=True), "--disaggregation-enable-kv-checksum"),
+    "decode-offload": (
+        dict(disaggregation_decode_enable_offload_kvcache=True),
+        "--disaggregation-decode-enable-offload-kvcache",
+    ),
+    "pd-role-switch": (dict(enable_pd_role_switch=True), "--enable-pd-role-switch"),
+    "pdmux": (dict(enable_pdmux=True), "--enable-pdmux"),
+    "lora": (dict(enable_lora=True), "--enable-lora"),
+    "two-batch-overlap": (dict(enable_two_batch_overlap=True), "--enable-two-batch-overlap"),
+    "single-batch-overlap": (dict(enable_single_batch_overlap=True), "--enable-single-batch-overlap"),
+    "torch-compile": (dict(enable_torch_compile=True), "--enable-torch-compile"),
+    "symmetric-memory": (dict(enable_symm_mem=True), "--enable-symm-mem"),
+    "replicate-q-proj": (dict(dcp_replicate_q_proj=True), "--dcp-replicate-q-proj"),
+    "deterministic-inference": (dict(enable_deterministic_inference=True), "--enable-deterministic-inference"),
+    "megakernel": (dict(enable_nvidia_megakernel=True), "--enable-nvidia-megakernel"),
+    "ray": (dict(use_ray=True), "--use-ray"),
+}
+
+
+class _Off(SimpleNamespace):
+    """Settings that nobody gave are off."""
+
+    def __getattr__(self, name: str):
+        return None
+
+
+def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch:
+    described = dict(arch="MLA", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=128, qk_rope_head_dim=64)
+    described |= model or {}
+    return Launch(
+        _Off(**(GOOD | changes)),
+        SimpleNamespace(
+            attention_arch=SimpleNamespace(name=described["arch"]),
+            hf_config=SimpleNamespace(architectures=described["architectures"]),
+            hf_text_config=SimpleNamespace(qk_rope_head_dim=described["qk_rope_head_dim"]),
+            num_attention_heads=described["num_attention_heads"],
+        ),
+        block_size,
+    )
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    monkeypatch.setattr(server_args, "_platform", lambda: SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
+
+
+def test_every_refusal_has_a_case():
+    assert set(ASKED) == {r.id for r in REFUSALS}
+    assert len({r.id for r in REFUSALS}) == len(REFUSALS)
+
+
+def test_a_supported_launch_is_not_refused(on_cuda):
+    assert server_args.refusals_for(launch()) == []
+    assert server_args.refusals_for(launch(attention_backend="flashinfer", dcp_comm_backend="ag_rs")) == []
+
+
+@pytest.mark.parametrize("id", ASKED)
+def test_refusal(id, on_cuda, monkeypatch):
+    if id == "platform":
+        cpu = SimpleNamespace(is_cuda=lambda: False, device_name="cpu")
+        monkeypatch.setattr(server_args, "_platform", lambda: cpu)
+    changes, named = ASKED[id]
+    messages = server_args.refusals_for(launch(**changes))
+    (refusal,) = [r for r in REFUSALS if r.id == id]
+    assert refusal.text(launch(**changes)) in messages
+    message = messages[0] if id != "dcp-not-dividing-heads" else refusal.text(launch(**changes))
+    assert named in message
+    assert message.endswith((".", ").")) and ". " not in message, "one sentence"
+    assert server_args.refusals_for(launch(block_size=1, **changes)) == [], "B = 1 is SGLang's own business"
+
+
+REAL = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+answers = []
+for argv in json.load(sys.stdin):
+    try:
+        record = prepare_server_args(argv)
+        record.resolve_once()
+        answers.append("accepted")
+    except (ValueError, AssertionError) as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def test_refusals_in_sglangs_own_resolution(tmp_path):
+    """The same rows through the real ServerArgs of a launch, with the model's real config."""
+    from sglang_dcp_block.testing.tiny_model import TinyMla, cached
+
+    base = ["--model-path", str(cached(TinyMla())), "--skip-tokenizer-init", "--device", "cpu", "--page-size", "64"]
+    base += ["--attention-backend", "triton", "--tp-size", "4", "--dcp-size", "2", "--dcp-block-size", "64"]
+    cases = {
+        "accepted": base,
+        "add --dcp-size, or drop": [*base, "--dcp-size", "1"],
+        "start with --page-size 64": [*base, "--page-size", "16"],
+        "divisor of 4": [*base, "--dcp-size", "3"],
+        "use --attention-backend flashinfer": [*base, "--attention-backend", "torch_native"],
+        "drop --enable-mixed-chunk": [*base, "--enable-mixed-chunk"],
+        "use --pp-size 1": [*base, "--pp-size", "2"],
+        "drop --enable-lora": [*base, "--enable-lora", "--lora-paths", "a=b"],
+    }
+    environment = os.environ | {"SGLANG_PLATFORM": "dcp_cpu_testbed", "TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", REAL],
+        input=json.dumps(list(cases.values())),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    for expected, answer in zip(cases, json.loads(result.stdout.splitlines()[-1]), strict=True):
+        assert expected in answer, (expected, answer)
