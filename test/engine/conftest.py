@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from sglang_dcp_block.testing.audit import Reference, load_requests
-from sglang_dcp_block.testing.engine import Case, CaseResult, EngineSpec, Round, run
+from sglang_dcp_block.testing.engine import REFERENCE, Case, CaseResult, EngineSpec, Round, run
 from sglang_dcp_block.testing.warm import WarmServer
 
 Run = Callable[[EngineSpec, list[Round]], CaseResult]
-
-#: The engine everything is compared with: no DCP, no plugin.
-REFERENCE = EngineSpec(backend="flashinfer")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,14 +42,14 @@ def run_engine(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory, pytes
 
 
 @pytest.fixture(scope="session")
-def reference(run_engine: Run) -> Callable[[list[Round]], tuple[CaseResult, Reference]]:
-    """Answers and KV rows of the DCP1 engine for some rounds; each list of rounds is run once per session."""
+def reference(run_engine: Run) -> Callable[..., tuple[CaseResult, Reference]]:
+    """Answers and KV rows of a DCP1 engine for some rounds; each pair of both is run once per session."""
     known: dict[str, tuple[CaseResult, Reference]] = {}
 
-    def of(rounds: list[Round]) -> tuple[CaseResult, Reference]:
-        key = json.dumps([asdict(r) for r in rounds])
+    def of(rounds: list[Round], spec: EngineSpec = REFERENCE) -> tuple[CaseResult, Reference]:
+        key = json.dumps(asdict(Case(spec, rounds)))
         if key not in known:
-            result = run_engine(REFERENCE, rounds)
+            result = run_engine(spec, rounds)
             assert result.audit is not None
             known[key] = result, Reference(load_requests(result.audit))
         return known[key]

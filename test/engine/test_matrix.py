@@ -10,21 +10,29 @@ Each cell starts one engine and sends it all rounds of its workload. A cell pass
 
 The full product {flashinfer, triton} x P {2, 4} x B {1, 16, 64} x {ag_rs, a2a} is 24 cells. The 12 in which every
 (backend, P, B), every (backend, merge), (P, merge) and (B, merge) pair occurs run always; the other 12 are marked slow.
+SCENARIOS add what the matrix keeps fixed: small pages, chunked prefill, a pool too small for the load, the three ways
+of extending over a prefix, TP beyond DCP, P = 8.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
 from sglang_dcp_block.dcp.layout import DcpLayout
-from sglang_dcp_block.testing.audit import audit_pools, audit_requests, load_pools, load_requests
-from sglang_dcp_block.testing.engine import CaseResult, EngineSpec, Round, differences
+from sglang_dcp_block.plugin import HOOKS
+from sglang_dcp_block.testing.audit import Reference, audit_pools, audit_requests, load_pools, load_requests
+from sglang_dcp_block.testing.engine import REFERENCE, CaseResult, EngineSpec, Round, differences
 
 LOGPROB_TOLERANCE = 1e-3
 PAGE = 64
+#: Less work for Triton's interpreter; the default is 8.
+FEW_SPLITS = {"triton_attention_num_kv_splits": 2}
 
 
 class Cell(NamedTuple):
@@ -36,7 +44,7 @@ class Cell(NamedTuple):
 
     @property
     def spec(self) -> EngineSpec:
-        extra = {"triton_attention_num_kv_splits": 2} if self.backend == "triton" else {}  # fewer interpreted programs
+        extra = FEW_SPLITS if self.backend == "triton" else {}
         return EngineSpec(
             tp=self.dcp, dcp=self.dcp, block=self.block, backend=self.backend, comm=self.comm, page=PAGE, extra=extra
         )
@@ -51,6 +59,9 @@ def _cells() -> list[Cell]:
                     even = (number + dcp // 2 + (backend == "triton")) % 2 == 0
                     cells.append(Cell(backend, dcp, block, comm, slow=even != (comm == "a2a")))
     return cells
+
+
+CELLS = _cells()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -68,25 +79,114 @@ def lengths(dcp: int) -> list[int]:
     return sorted(edges)
 
 
-def workload(backend: str, dcp: int) -> list[Round]:
-    """The rounds of every cell of a backend and P: the reference runs them once."""
-    short = 2 if backend == "triton" else 6
+def workload(dcp: int) -> list[Round]:
+    """The rounds of every cell with this P: the reference runs them once."""
     long = prompt(420)
     return [
-        Round([prompt(n) for n in lengths(dcp)], short, "lengths"),
+        Round([prompt(n) for n in lengths(dcp)], 6, "lengths"),
         # 110 tokens cross blocks of 64 and, from 200 on, cycles of 128 and 256
-        Round([prompt(200, seed=1), prompt(37, seed=1)][: 1 if backend == "triton" else 2], 110, "long"),
-        # cached prefixes: the whole prompt, all but one token, cuts in mid-block and mid-cycle, then new tokens
+        Round([prompt(200, seed=1), prompt(37, seed=1)], 110, "long"),
+        # the whole prompt, all but one token, and cuts in mid-block and mid-cycle, then new tokens
         Round(
             [prompt(331), long[:-1], *(long[:cut] + prompt(9, seed=cut) for cut in (70, 128, 150, 200, 300))],
-            short,
+            6,
             "cached",
         ),
     ]
 
 
-def check(result: CaseResult, layout: DcpLayout, expected: CaseResult, rows) -> None:
+class Scenario(NamedTuple):
+    """holds: what the run must have gone through for the cell to mean anything."""
+
+    name: str
+    spec: EngineSpec
+    rounds: list[Round]
+    holds: Callable[[CaseResult], bool] = lambda _: True
+    reference: EngineSpec = REFERENCE
+    slow: bool = False
+
+    @property
+    def layout(self) -> DcpLayout:
+        return DcpLayout(self.spec.dcp, self.spec.block or 1)
+
+
+def dcp(size: int, block: int, backend: str, **more) -> EngineSpec:
+    extra = FEW_SPLITS if backend == "triton" else {}
+    defaults = {"tp": size, "comm": "a2a", "page": block, "extra": extra}
+    return EngineSpec(dcp=size, block=block, backend=backend, **{**defaults, **more})
+
+
+# Chunks of 80 and 64 tokens: multiples of the page, not of a cycle (P * B = 32, 64 and 128). Chunked requests go on in
+# the middle of a cycle; prompts share a chunk, so a chunk also ends in mid-prompt.
+CHUNKED = [
+    Round([prompt(331), prompt(210, seed=2), prompt(65)], 6, "chunked"),
+    Round([prompt(331) + [7] * 90], 4, "more"),
+]
+# 6 requests of up to 170 tokens into a pool of 640 slots: some wait, some are retracted, the cache is evicted.
+CROWD = [
+    Round([prompt(100 + n, seed=3) for n in range(6)], 64, "crowd"),
+    Round([prompt(100, seed=3), prompt(300)], 4, "evict"),
+]
+# Prefixes cached before the round, so that the extend has something to gather.
+PREFIXES = [
+    Round([prompt(331), prompt(210, seed=2), prompt(33)], 2, "fill"),
+    Round([prompt(331)[:280] + [7] * 40, prompt(210, seed=2) + [9] * 5, [*prompt(33), 3, 4]], 6, "extend"),
+]
+# Long enough for whole virtual pages of 8 ranks with blocks of 64 (512 tokens); short ones leave ranks empty.
+LONG_PREFIX = [
+    Round([prompt(1100), prompt(33), prompt(1)], 4, "fill"),
+    Round([prompt(1100)[:1050] + [7] * 40], 6, "extend"),
+]
+_ONE_SHOT = {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "1"}
+# 3 requests share the capacity: chunks of 64 tokens.
+_CHUNKED_KV = {**_ONE_SHOT, "SGLANG_MAX_KV_CHUNK_CAPACITY": "192"}
+
+
+def _small_pool(chunked: int, **extra) -> dict:
+    """640 slots in all, and a scheduler that admits more than they hold.
+
+    With chunked prefill: SGLang sizes eager buffers by one rank's rows, and a larger batch stops its scheduler.
+    """
+    return {"max_total_tokens": 320, "chunked": chunked, "extra": {"schedule_conservativeness": 0.05, **extra}}
+
+
+def _retracted(result: CaseResult) -> bool:
+    return any(a.retracted for a in result.answers[0])
+
+
+def _cached(result: CaseResult) -> bool:
+    return all(a.cached for a in result.answers[1])
+
+
+SCENARIOS = [
+    Scenario("chunked-flashinfer", dcp(2, 16, "flashinfer", chunked=80), CHUNKED),
+    Scenario("chunked-triton", dcp(2, 64, "triton", chunked=64), CHUNKED),
+    Scenario("chunked-4", dcp(4, 16, "flashinfer", chunked=80, comm="ag_rs"), CHUNKED),
+    Scenario("retract-flashinfer", dcp(2, 16, "flashinfer", **_small_pool(144)), CROWD, _retracted),
+    Scenario("retract-triton", dcp(2, 32, "triton", **_small_pool(160, **FEW_SPLITS)), CROWD, _retracted),
+    Scenario("small-block", dcp(2, 4, "flashinfer", page=16), PREFIXES, _cached),
+    Scenario("mha-one-shot", dcp(2, 16, "flashinfer", env=_ONE_SHOT), PREFIXES, _cached),
+    # SGLang merges these chunks with the wrong base of the LSE (its issue 40903), so the reference must take the same
+    # way with the same chunks and hits: a page of 32 without DCP is the virtual page of 2 ranks with pages of 16.
+    Scenario(
+        "mha-chunked-kv",
+        dcp(2, 16, "flashinfer", env=_CHUNKED_KV),
+        PREFIXES,
+        _cached,
+        reference=EngineSpec(backend="flashinfer", page=32, env=_CHUNKED_KV),
+    ),
+    Scenario("tp-beyond-dcp", dcp(2, 16, "triton", tp=4), PREFIXES, _cached),
+    Scenario("dcp8-flashinfer", dcp(8, 64, "flashinfer", heads=8), LONG_PREFIX, _cached, slow=True),
+    Scenario("dcp8-triton", dcp(8, 64, "triton", heads=8), LONG_PREFIX, _cached, slow=True),
+]
+
+_called: Counter[str] = Counter()
+_passed: set[str] = set()
+
+
+def check(result: CaseResult, layout: DcpLayout, expected: CaseResult, rows: Reference) -> None:
     """Tokens, logprobs and rows of every round; raises AssertionError with what differs."""
+    assert result.audit is not None
     for number, (answers, wanted) in enumerate(zip(result.answers, expected.answers, strict=True)):
         assert not (found := differences(answers, wanted, LOGPROB_TOLERANCE)), (f"round {number}", found)
     requests, pools = load_requests(result.audit), load_pools(result.audit)
@@ -96,29 +196,43 @@ def check(result: CaseResult, layout: DcpLayout, expected: CaseResult, rows) -> 
     for number in range(len(result.answers)):
         after = load_pools(result.audit, f"{number:02d}")
         assert (report := audit_pools(layout, after, rows)).ok, str(report)
-    other = DcpLayout(layout.dcp_size, 1 if layout.block_size > 1 else 16)
-    assert not audit_requests(other, requests, rows).ok, "the audit accepts a wrong layout"
-    assert not audit_pools(other, pools, rows).ok, "the audit accepts a wrong layout"
+    if layout.dcp_size > 1:
+        other = DcpLayout(layout.dcp_size, 1 if layout.block_size > 1 else 16)
+        assert not audit_requests(other, requests, rows).ok, "the audit accepts a wrong layout"
+        assert not audit_pools(other, pools, rows).ok, "the audit accepts a wrong layout"
+    _called.update(pools[-1].call_counts)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(c, id="-".join(map(str, c[:4])), marks=[pytest.mark.slow] * c.slow) for c in _cells()],
-)
+def _parameters(cases: list) -> list:
+    names = ["-".join(map(str, c[:4])) if isinstance(c, Cell) else c.name for c in cases]
+    return [pytest.param(c, id=n, marks=[pytest.mark.slow] * c.slow) for c, n in zip(cases, names, strict=True)]
+
+
+@pytest.mark.parametrize("cell", _parameters(CELLS))
 def test_matrix(cell: Cell, run_engine, reference) -> None:
-    rounds = workload(cell.backend, cell.dcp)
+    rounds = workload(cell.dcp)
     expected, rows = reference(rounds)
     result = run_engine(cell.spec, rounds)
     check(result, DcpLayout(cell.dcp, cell.block), expected, rows)
     assert result.server["max_total_num_tokens"] == cell.dcp * cell.spec.max_total_tokens
-    assert [a.cached for a in result.answers[2]] == [
-        a.cached // (PAGE * cell.dcp) * PAGE * cell.dcp for a in expected.answers[2]
-    ], "the radix cache must hit whole virtual pages"
+    virtual_page = PAGE * cell.dcp
+    whole_pages = [a.cached - a.cached % virtual_page for a in expected.answers[2]]
+    assert [a.cached for a in result.answers[2]] == whole_pages, "the radix cache must hit whole virtual pages"
+    _passed.add(str(cell))
+
+
+@pytest.mark.parametrize("scenario", _parameters(SCENARIOS))
+def test_scenario(scenario: Scenario, run_engine, reference) -> None:
+    expected, rows = reference(scenario.rounds, replace(scenario.reference, heads=scenario.spec.heads))
+    result = run_engine(scenario.spec, scenario.rounds)
+    check(result, scenario.layout, expected, rows)
+    assert scenario.holds(result), result.answers
+    _passed.add(scenario.name)
 
 
 def test_stock_round_robin(run_engine, reference) -> None:
     """Without our plugin: the test bed itself is right, and the audit knows token round-robin."""
-    rounds = workload("flashinfer", 2)
+    rounds = workload(2)
     expected, rows = reference(rounds)
     result = run_engine(EngineSpec(tp=2, dcp=2, backend="flashinfer", comm="a2a", page=PAGE), rounds)
     check(result, DcpLayout(2, 1), expected, rows)
@@ -126,8 +240,16 @@ def test_stock_round_robin(run_engine, reference) -> None:
 
 def test_two_references(run_engine, reference) -> None:
     """DCP1 through Triton's own kernels agrees with DCP1 through the FlashInfer stand-in, the reference."""
-    rounds = [Round([prompt(n) for n in (1, 17, 64, 130)], 3, "lengths")]
-    expected, rows = reference(rounds)
-    result = run_engine(EngineSpec(backend="triton"), rounds)
-    assert not differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
-    assert (report := audit_requests(DcpLayout(1), load_requests(result.audit), rows)).ok, str(report)
+    expected, rows = reference(PREFIXES)
+    result = run_engine(EngineSpec(backend="triton", extra=FEW_SPLITS), PREFIXES)
+    check(result, DcpLayout(1), expected, rows)
+
+
+def test_every_hook_ran() -> None:
+    """No hook of the table that names this file is dead weight. Needs the whole file to have run."""
+    wanted = {*(str(c) for c in CELLS if not c.slow), *(s.name for s in SCENARIOS if not s.slow)}
+    if wanted - _passed:
+        pytest.skip("some cells didn't run")
+    functions = [h for h in HOOKS if h.test == "test/engine/test_matrix.py" and h.kind != "add"]
+    assert functions
+    assert not [h.target for h in functions if not _called[h.target]]

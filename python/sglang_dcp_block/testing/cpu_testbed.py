@@ -164,6 +164,9 @@ def register() -> None:
     """Entry point ``sglang.srt.plugins``: the shims of the test bed and the KV probe, each only when asked for."""
     if os.environ.get("SGLANG_PLATFORM") == NAME:
         install("start")
+        sabotage = importlib.import_module("sglang_dcp_block.testing.sabotage")
+        if os.environ.get(sabotage.VARIABLE):
+            sabotage.FAULTS[os.environ[sabotage.VARIABLE]]()
     if os.environ.get(AUDIT_VARIABLE):
         importlib.import_module("sglang_dcp_block.testing.probe").install(os.environ[AUDIT_VARIABLE])
 

@@ -32,7 +32,7 @@ class EngineSpec:
     """One engine. block None: stock, without our plugin. max_total_tokens: KV rows of one rank.
 
     chunked: chunked prefill size in tokens, None for off. extra: further ``sgl.Engine`` arguments. env: further
-    environment variables (``SGLANG_TEST_RETRACT`` and the like).
+    environment variables. cold: import SGLang anew, for variables that it reads at import (``SGLANG_TEST_RETRACT``).
     """
 
     tp: int = 1
@@ -48,6 +48,7 @@ class EngineSpec:
     heads: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    cold: bool = False
 
     @property
     def name(self) -> str:
@@ -100,6 +101,10 @@ class EngineSpec:
         return environment | self.env
 
 
+#: The engine that others are compared with: no DCP, no plugin.
+REFERENCE = EngineSpec(backend="flashinfer")
+
+
 @dataclass(frozen=True)
 class Round:
     """One batch of greedy requests. new_tokens: for each request alike. flush: empty the radix cache first."""
@@ -150,7 +155,7 @@ def run(
 ) -> CaseResult:
     """Run ``case`` in its own process. Files (case, result, log, audit/) go to ``workdir``. Prints one line.
 
-    warm: fork the process from there. A case with SGLang variables of its own starts cold: some are read at import.
+    warm: fork the process from there, unless the case wants a cold start.
 
     Raises:
         EngineFailed: no result within ``timeout_s`` seconds, or the process failed.
@@ -162,7 +167,7 @@ def run(
     answer.unlink(missing_ok=True)
     started = time.monotonic()
     environment = case.spec.environment(audit_folder)
-    if warm is not None and all(name.startswith("SGLANG_DCP_BLOCK_") for name in case.spec.env):
+    if warm is not None and not case.spec.cold:
         process = warm.start([str(request), str(answer)], environment, log)
     else:
         process = _start_cold([str(request), str(answer)], environment, log)

@@ -1,0 +1,69 @@
+"""Break the layout on purpose, in a scheduler on the CPU test bed: ``SGLANG_DCP_BLOCK_SABOTAGE=<name>``.
+
+Negative controls: a test that can't see these faults proves nothing about their absence. Each fault leaves most tokens
+right, which is why tokens alone are no oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "SGLANG_DCP_BLOCK_SABOTAGE"
+
+
+def _mirror_ranks() -> None:
+    """Every rank takes another rank's place, in writes and reads alike: consistent, and wrong."""
+    from sglang_dcp_block import dcp_hooks, runtime
+    from sglang_dcp_block.attention import flashinfer_mla, triton_mla
+
+    right = runtime.active_rank
+
+    def active_rank() -> int:
+        return runtime.active_layout().dcp_size - 1 - right()
+
+    for module in (runtime, dcp_hooks, flashinfer_mla, triton_mla):
+        module.active_rank = active_rank
+
+
+def _swap_rows() -> None:
+    """Neighbouring rows of a block change places when they are written."""
+    _wrap_write(lambda loc: loc ^ 1)
+
+
+def _drop_last_row() -> None:
+    """The last token of each write is dropped: slot 0 is SGLang's slot to skip."""
+
+    def change(loc: Any) -> Any:
+        loc = loc.clone()
+        loc[-1:] = 0
+        return loc
+
+    _wrap_write(change)
+
+
+def _wrap_write(change: Callable[[Any], Any]) -> None:
+    from sglang_dcp_block import dcp_hooks
+
+    write = dcp_hooks.write_mla_kv
+
+    def changed(kv_buffer: Any, loc: Any, *args: Any, **kwargs: Any) -> None:
+        write(kv_buffer, change(loc), *args, **kwargs)
+
+    dcp_hooks.write_mla_kv = changed
+
+
+def _unguarded_merge() -> None:
+    """An empty shard's output goes into the merge as the kernel left it."""
+    from sglang_dcp_block.attention import flashinfer_mla, triton_mla
+
+    for module in (flashinfer_mla, triton_mla):
+        module.guard_empty_shards = lambda *_: None
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "mirrored-ranks": _mirror_ranks,
+    "swapped-rows": _swap_rows,
+    "dropped-row": _drop_last_row,
+    "unguarded-merge": _unguarded_merge,
+}

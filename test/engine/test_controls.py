@@ -1,0 +1,66 @@
+"""Layouts broken on purpose must not pass. Each fault runs in a real engine; see testing/sabotage.py.
+
+Two of the faults answer with the right tokens: the audit alone sees them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_matrix import LOGPROB_TOLERANCE, dcp, prompt
+
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.testing.audit import audit_requests, load_requests
+from sglang_dcp_block.testing.engine import EngineSpec, Round, differences
+from sglang_dcp_block.testing.flashinfer_torch import EMPTY_SHARD_VARIABLE
+from sglang_dcp_block.testing.sabotage import FAULTS, VARIABLE
+
+# Even lengths and whole blocks, the last token included: nothing to see from outside.
+EVEN = [Round([prompt(63), prompt(31, seed=5)], 2, "even")]
+SHORT = [Round([prompt(1), prompt(20)], 4, "short")]
+GARBAGE = {EMPTY_SHARD_VARIABLE: "garbage"}
+
+
+def _sabotaged(fault: str, backend: str = "flashinfer", **env: str) -> EngineSpec:
+    return dcp(2, 16, backend, env={VARIABLE: fault, **env})
+
+
+@pytest.mark.parametrize(("fault", "tokens_show_it"), [("mirrored-ranks", False), ("swapped-rows", False)])
+def test_only_the_audit_sees_it(fault: str, tokens_show_it: bool, run_engine, reference) -> None:
+    expected, rows = reference(EVEN)
+    result = run_engine(_sabotaged(fault), EVEN)
+    assert bool(differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)) == tokens_show_it
+    report = audit_requests(DcpLayout(2, 16), load_requests(result.audit), rows)
+    assert not report.ok
+    assert report.mismatches > 0, str(report)
+
+
+def test_a_dropped_row_shows(run_engine, reference) -> None:
+    """NaN pools: a row that was never written can't be hidden by an earlier request's right one."""
+    expected, rows = reference(EVEN)
+    result = run_engine(_sabotaged("dropped-row"), EVEN)
+    assert differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
+    report = audit_requests(DcpLayout(2, 16), load_requests(result.audit), rows)
+    assert "was never written" in str(report)
+
+
+def test_the_guard_keeps_garbage_of_empty_shards_out(run_engine, reference) -> None:
+    expected, _ = reference(SHORT)
+    result = run_engine(dcp(2, 16, "flashinfer", env=GARBAGE), SHORT)
+    assert not differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(_sabotaged("unguarded-merge", **GARBAGE), id="plugin"),
+        pytest.param(EngineSpec(tp=4, dcp=4, backend="flashinfer", comm="a2a", env=GARBAGE), id="stock"),
+    ],
+)
+def test_a_merge_without_the_guard_shows(spec: EngineSpec, run_engine, reference) -> None:
+    expected, _ = reference(SHORT)
+    result = run_engine(spec, SHORT)
+    assert differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
+
+
+def test_every_fault_is_tried() -> None:
+    assert set(FAULTS) == {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge"}
