@@ -8,6 +8,7 @@ final. See :mod:`sglang_dcp_block.hooks` for what "strictly" means.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -268,6 +269,15 @@ HOOKS: tuple[Hook, ...] = (
         "prefill pairs query heads with 1/P of the key heads, without an error",
         "test/engine/test_matrix.py",
     ),
+    Hook(
+        "sglang.kernels.ops.attention.decode_attention:_decode_grouped_att_m_fwd",
+        f"{_US}.attention.triton_mla:forward_decode",
+        "call",
+        "82ccdf713d17a7ec",
+        "triton",
+        "not patched but called: a private first stage that may change without notice",
+        "test/gpu/test_decode.py",
+    ),
 )
 
 
@@ -369,8 +379,8 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
     hooks.verify()
     if wanted:
         metrics.start_for_scheduler(scheduler)
-        page_size = scheduler.page_size
-        logger.info("DCP layout in force: %s, %d hooks", layout_record(setup.layout, page_size), len(wanted))
+        described = layout_record(setup.layout, scheduler.page_size)
+        logger.info("DCP layout in force: %s, %d hooks", json.dumps(described), len(wanted))
 
 
 def init_parallel_runtime(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

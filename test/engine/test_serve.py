@@ -83,5 +83,5 @@ def test_server_info_and_log_name_the_layout(server):
         "virtual_page_size": 128,
     }
     assert info["max_total_num_tokens"] == 2 * SPEC.max_total_tokens
-    assert "DCP layout in force: {'rule': 'block_round_robin', 'dcp_size': 2, 'block_size': 64" in log.read_text()
+    assert 'DCP layout in force: {"rule": "block_round_robin", "dcp_size": 2, "block_size": 64' in log.read_text()
     assert "--dcp-block-size 64" in info["launch_command"]
