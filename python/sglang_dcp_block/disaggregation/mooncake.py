@@ -158,7 +158,7 @@ def _refuse_on_error(peer: PeerDcpSize, otherwise: Any, original: Callable[..., 
     try:
         return original(*args)
     except RuntimeError as error:
-        peer.refusal = str(error)
+        peer.refusal = f"{error}: start both servers with the same model, dtype and --dcp-size."
         return otherwise
 
 
@@ -333,6 +333,18 @@ def conclude_failure(original: Callable[..., Any], manager: Any, *, failure_reas
     return original(manager, failure_reason=f"{failure_reason}: {cause}" if cause else failure_reason, **rest)
 
 
+def encode_kv_status_message(
+    original: Callable[..., list[bytes]], manager: Any, *, bootstrap_room: int, failure_reason: str | None, **rest: Any
+) -> list[bytes]:
+    """Tells decode why, too: SGLang's decode side reads a fourth frame, but its Mooncake prefill side sends three."""
+    parts = original(manager, bootstrap_room=bootstrap_room, failure_reason=failure_reason, **rest)
+    if failure_reason and not manager.kv_status_msg_carries_reason:
+        registered = map(manager.decode_kv_args_table.get, list(manager.transfer_infos.get(bootstrap_room, ())))
+        if any(info is not None and not _is_stock(manager, info.dst_dcp_size) for info in registered):
+            parts.append(failure_reason.encode())
+    return parts
+
+
 # -- prefill side: the bootstrap server (launcher process) -------------------------------------------------------------
 
 
@@ -424,6 +436,13 @@ MOONCAKE_HOOKS: tuple[Hook, ...] = (
         "101d22014b68955a",
         "pd_prefill",
         "a failed transfer is reported without its cause",
+    ),
+    _row(
+        f"{_COMMON}:CommonKVManager._encode_kv_status_message",
+        "encode_kv_status_message",
+        "0e5e83883a028ba0",
+        "pd_prefill",
+        "decode reports that prefill might be dead instead of the reason for a refusal or failure",
     ),
     _row(
         f"{_COMMON}:CommonKVBootstrapServer._setup_routes",
