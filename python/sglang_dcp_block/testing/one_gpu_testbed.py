@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 NAME = "dcp_one_gpu_testbed"
 VARIABLE = "SGLANG_DCP_ONE_GPU"
+#: A file: what a prefill server sends is written there (see :mod:`sglang_dcp_block.testing.pd_trace`).
+TRACE_VARIABLE = "SGLANG_DCP_PD_TRACE"
 #: What an engine on this bed has to be started with besides its own settings.
 ENGINE_ARGUMENTS = {
     "disable_cuda_graph": True,
@@ -127,9 +129,11 @@ _installed = False
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``; does nothing unless ``SGLANG_DCP_ONE_GPU=1``."""
+    """Entry point ``sglang.srt.plugins``: the shims, and the PD trace, each only when its variable asks for it."""
     if os.environ.get(VARIABLE) == "1":
         install()
+    if trace := os.environ.get(TRACE_VARIABLE):
+        importlib.import_module("sglang_dcp_block.testing.pd_trace").install(trace)
 
 
 def install() -> None:
