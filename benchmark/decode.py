@@ -115,7 +115,7 @@ def _stock_triton(backend: kit.TritonRank, q: torch.Tensor, pool: torch.Tensor) 
     out = torch.empty(*q.shape[:2], LORA, dtype=q.dtype, device=q.device)
     backend.decode_attention_fwd(
         q, pool, pool[..., :LORA], out, backend.kv_indptr, backend.kv_indices, meta.attn_logits, meta.attn_lse,
-        meta.num_kv_splits, backend.max_kv_splits, kit.SCALE, 1.0, 1.0, has_mla=True,
+        meta.num_kv_splits, backend.max_kv_splits, kit.SCALE, 1.0, 1.0, has_mla=True, use_pdl=backend.use_pdl,
     )  # fmt: skip
     return out
 

@@ -208,6 +208,15 @@ def core_count() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count if DEVICE.type == "cuda" else 16
 
 
+def dependent_launch() -> bool:
+    """Whether SGLang's decode kernels start before the one ahead has drained, as on Hopper."""
+    if DEVICE.type != "cuda":
+        return False
+    from sglang.kernels.jit.utils import is_arch_support_pdl
+
+    return is_arch_support_pdl()
+
+
 def max_kv_splits(context: int) -> int:
     """As many splits as TritonAttnBackend allows MLA: it follows the multiprocessors and the context length."""
     from sglang.srt.layers.attention.triton_backend import _mla_decode_kv_splits_cap
@@ -247,7 +256,7 @@ class TritonRank:
         self.layout, self.rank, self.heads = layout, rank, heads
         self.req_to_token, self.device, self.max_context_len = table, DEVICE, context
         self.dcp_size, self.dcp_rank, self.num_head, self.num_kv_head = layout.dcp_size, rank, heads, 1
-        self.use_mla, self.use_pdl = True, False
+        self.use_mla, self.use_pdl = True, dependent_launch()
         self.decode_attention_fwd = decode_attention_fwd
         self.token_to_kv_pool = Pool(pool, layout, rank)
         self.max_kv_splits = max_kv_splits(context)
@@ -431,7 +440,21 @@ def stock_decode(one: Batch, q: torch.Tensor, backend: str) -> torch.Tensor:
     lse = torch.full((n, heads, cap), math.nan, device=DEVICE)
     splits = kv_splits(one.seq_lens, heads, cap)
     decode_attention_fwd(
-        q, pool, pool[..., :LORA], out, indptr, rows.long(), logits, lse, splits, cap, SCALE, 1.0, 1.0, has_mla=True
+        q,
+        pool,
+        pool[..., :LORA],
+        out,
+        indptr,
+        rows.long(),
+        logits,
+        lse,
+        splits,
+        cap,
+        SCALE,
+        1.0,
+        1.0,
+        has_mla=True,
+        use_pdl=dependent_launch(),
     )
     return out
 
