@@ -43,6 +43,7 @@ def server(tmp_path_factory):
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         options += [flag] if value is True else [flag, str(value)]
+    options += ["--enable-metrics", "--decode-log-interval", "2"]
     sglang = Path(sys.executable).with_name("sglang")
     command = [str(sglang), "serve", *options, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as output:
@@ -85,3 +86,15 @@ def test_server_info_and_log_name_the_layout(server):
     assert info["max_total_num_tokens"] == 2 * SPEC.max_total_tokens
     assert 'DCP layout in force: {"rule": "block_round_robin", "dcp_size": 2, "block_size": 64' in log.read_text()
     assert "--dcp-block-size 64" in info["launch_command"]
+
+
+def test_metrics_show_how_the_requests_lie_on_the_ranks(server):
+    url, _ = server
+    body = {"input_ids": list(range(2, 102)), "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    _get(f"{url}/generate", body)  # 100 to 108 tokens: 64 on rank 0, the rest on rank 1
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("sglang:dcp_")}
+    assert values["sglang:dcp_rows_per_rank_max"] == 64
+    assert 36 <= values["sglang:dcp_rows_per_rank_min"] <= 44
+    assert values["sglang:dcp_empty_shard_ratio"] == 0
