@@ -402,11 +402,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 @app.command()
 def main(
-    dcp: Annotated[str, typer.Option(help="DCP sizes; 1 is the whole context on one rank.")] = "1,2,4,8",
+    dcp: Annotated[str, typer.Option(help="DCP sizes; 1 is the whole context on one rank.")] = "1,8,2,4",
     batches: Annotated[str, typer.Option(help="Requests per batch.")] = "1,8,64",
     contexts: Annotated[str, typer.Option(help="Tokens per request.")] = "1024,8192,32768,131072",
     backends: Annotated[str, typer.Option(help="Attention backends.")] = "triton,flashinfer",
     seconds: Annotated[float, typer.Option(help="Measuring time per cell.")] = 0.6,
+    budget: Annotated[float, typer.Option(help="Seconds after which no further cell is started.")] = 3600.0,
     quick: Annotated[bool, typer.Option("--quick", help="A few cells, to see that everything runs.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a plot here.")] = None,
@@ -435,6 +436,9 @@ def main(
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("cells", total=len(cells) + 1)
         for cell in cells:
+            if time.monotonic() - started > budget:
+                result["failed"].append({"cell": str(cell), "error": "not run: the time is up"})
+                continue
             try:
                 result["cells"].append(run_cell(cell, backends.split(","), seconds))
             except (RuntimeError, triton.CompilationError) as error:  # one cell too large must not lose the others
@@ -444,6 +448,7 @@ def main(
         result["writes"] = run_writes(max(numbers[0]), [1, 8, 64, 8192], seconds / 4)
         progress.advance(task)
     result["seconds"] = time.monotonic() - started
+    result["cells"].sort(key=lambda c: (c["dcp_size"], c["batch"], c["context"]))
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=1))
