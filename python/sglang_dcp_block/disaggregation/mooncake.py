@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dcp_block import __version__, runtime
+from sglang_dcp_block import __version__, hooks, runtime
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation import wire
 from sglang_dcp_block.disaggregation.plan import addresses, plan_segments
@@ -348,6 +348,16 @@ def encode_kv_status_message(
 # -- prefill side: the bootstrap server (launcher process) -------------------------------------------------------------
 
 
+def start_disagg_service(original: Callable[[], Any]) -> Any:
+    """The bootstrap server builds its routes as it starts, in the launcher, where its module is loaded only now."""
+    from sglang.srt.runtime_context import get_disagg
+
+    config = get_disagg()
+    if config.disaggregation_mode == "prefill" and config.disaggregation_transfer_backend == "mooncake":
+        hooks.install([h for h in MOONCAKE_HOOKS if h.scope == "pd_bootstrap"])
+    return original()
+
+
 def setup_routes(original: Callable[..., None], server: Any) -> None:
     original(server)
     server.app.router.add_get(wire.ROUTE, answer_capability)
@@ -370,9 +380,16 @@ def _row(target: str, function: str, source: str, scope: str, why: str) -> Hook:
     return Hook(target, f"{_US}:{function}", "around", source, scope, why, "test/pd/test_mooncake_hooks.py")
 
 
-#: Scopes: "pd_prefill": scheduler processes of a Mooncake prefill server, whatever its flags. "pd_decode": those of a
-#: Mooncake decode server with B > 1. "pd_bootstrap": the launcher of a Mooncake prefill server, before it starts its
-#: bootstrap server.
+#: When these rows are installed; entries of plugin.SCOPES. A function takes a plugin.Setup.
+MOONCAKE_SCOPES: dict[str, str | Callable[[Any], bool]] = {
+    "pd_bootstrap": "the launcher of a Mooncake prefill server, before its bootstrap server starts",
+    # Whatever its flags: the block size comes with each decode peer.
+    "pd_prefill": lambda s: s.disaggregation_mode == "prefill" and s.transfer_backend == "mooncake",
+    "pd_decode": lambda s: (
+        s.disaggregation_mode == "decode" and s.transfer_backend == "mooncake" and s.layout.block_size > 1
+    ),
+}
+
 MOONCAKE_HOOKS: tuple[Hook, ...] = (
     _row(
         f"{_CONN}:MooncakeKVManager.build_receiver_registration_message",
@@ -443,6 +460,13 @@ MOONCAKE_HOOKS: tuple[Hook, ...] = (
         "0e5e83883a028ba0",
         "pd_prefill",
         "decode reports that prefill might be dead instead of the reason for a refusal or failure",
+    ),
+    _row(
+        "sglang.srt.managers.disagg_service:start_disagg_service",
+        "start_disagg_service",
+        "770b633bac92fbba",
+        "engine",
+        "the bootstrap server starts without our route",
     ),
     _row(
         f"{_COMMON}:CommonKVBootstrapServer._setup_routes",

@@ -1,0 +1,236 @@
+"""A real prefill and a real decode engine on the CPU test bed, with Mooncake over TCP on loopback between them.
+
+    case = PdCase(PREFILL, replace(DECODE, block=64), rounds=[Round(prompts=[[5, 6, 7]], new_tokens=8)])
+    result = run_pd(case, workdir)
+
+Each engine lives in a process of its own (``python -m sglang_dcp_block.testing.pd ROLE FOLDER``). Both are handed the
+same requests with the same ``bootstrap_room``, as SGLang's router does, and meet after each round. All requests of a
+round are in flight at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
+from sglang_dcp_block.testing.engine import Answer, EngineFailed, EngineSpec, Round, log_tail
+
+ROLES = ("prefill", "decode")
+#: A prefill server needs our plugin but no flag: block size 1 is the default.
+PREFILL = EngineSpec(block=1, page=64)
+DECODE = EngineSpec(tp=2, dcp=2, block=64, page=64)
+_ENVIRONMENT = {
+    "MC_FORCE_TCP": "1",
+    "MOONCAKE_PROTOCOL": "tcp",
+    "SGLANG_HOST_IP": "127.0.0.1",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
+}
+#: SGLang reads this (SGLANG_LOGGING_CONFIG_PATH): its own format, and our line per sent chunk.
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "[%(asctime)s %(process)d] %(levelname)s %(message)s"}},
+    "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stderr"}},
+    "root": {"level": "INFO", "handlers": ["console"]},
+    "loggers": {"sglang_dcp_block.disaggregation.mooncake": {"level": "DEBUG"}},
+}
+_CHUNK = re.compile(r"kv_chunk session=(\S+) rank=(\d+) tokens=(\d+) segments=(\d+) bytes=(\d+) batches=(\d+)")
+
+
+@dataclass(frozen=True)
+class PdCase:
+    """env: of both engines. audit: record KV rows (see testing/probe.py) of both."""
+
+    prefill: EngineSpec
+    decode: EngineSpec
+    rounds: list[Round]
+    env: dict[str, str] = field(default_factory=dict)
+    audit: bool = True
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of one request, sent to one decode rank. tokens: those the rank owns; segments: over all layers."""
+
+    session: str
+    rank: int
+    tokens: int
+    segments: int
+    bytes: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class PdResult:
+    """answers[round][request] of the decode engine: an Answer, or the error's text. chunks: in order of sending.
+
+    seconds: start of the engines, then each round. audit: a folder for each role, or None.
+    """
+
+    answers: list[list[Answer | str]]
+    prefill_errors: list[list[str]]
+    chunks: list[Chunk]
+    seconds: list[float]
+    audit: dict[str, Path] | None
+    logs: dict[str, Path]
+
+    def log(self, role: str) -> str:
+        return self.logs[role].read_text(errors="replace")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
+    """Run ``case`` on two engines. Files (case, results, logs, audits) go to ``workdir``.
+
+    Raises:
+        EngineFailed: an engine died or did not answer within ``timeout_s`` seconds.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    logging_config = workdir / "logging.json"
+    logging_config.write_text(json.dumps(_LOGGING))
+    bootstrap_port = free_port()
+    shared = {"case": asdict(case), "bootstrap_port": bootstrap_port, "first_room": int(time.time()) % 1_000_000 * 1000}
+    (workdir / "case.json").write_text(json.dumps(shared))
+    processes, logs = {}, {role: workdir / f"{role}.log" for role in ROLES}
+    try:
+        for role, spec in zip(ROLES, (case.prefill, case.decode), strict=True):
+            environment = spec.environment(workdir / f"audit-{role}" if case.audit else None)
+            environment |= _ENVIRONMENT | {"SGLANG_LOGGING_CONFIG_PATH": str(logging_config)} | case.env | spec.env
+            with logs[role].open("w") as output:
+                processes[role] = subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", "sglang_dcp_block.testing.pd", role, str(workdir)],
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        _wait(processes, logs, time.monotonic() + timeout_s)
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    prefill, decode = (json.loads((workdir / f"{role}.json").read_text()) for role in ROLES)
+    return PdResult(
+        answers=[[a if isinstance(a, str) else Answer(**a) for a in answers] for answers in decode["answers"]],
+        prefill_errors=[[a for a in answers if isinstance(a, str)] for answers in prefill["answers"]],
+        chunks=[
+            Chunk(m[1], *map(int, m.groups()[1:])) for m in _CHUNK.finditer(logs["prefill"].read_text(errors="replace"))
+        ],
+        seconds=decode["seconds"],
+        audit={role: workdir / f"audit-{role}" for role in ROLES} if case.audit else None,
+        logs=logs,
+    )
+
+
+def _wait(processes: dict[str, subprocess.Popen], logs: dict[str, Path], deadline: float) -> None:
+    """Until all have ended well."""
+    while any(p.poll() is None for p in processes.values()):
+        for role, process in processes.items():
+            if process.poll() not in (None, 0):
+                raise EngineFailed(f"the {role} engine ended with {process.returncode}:\n{log_tail(logs[role])}")
+        if time.monotonic() > deadline:
+            tails = "\n".join(f"--- {role}\n{log_tail(log)}" for role, log in logs.items())
+            raise EngineFailed(f"the engines did not finish in time:\n{tails}")
+        time.sleep(0.1)
+
+
+# -- in the engine's process -------------------------------------------------------------------------------------------
+
+
+def _meet(folder: Path, role: str, name: str, timeout_s: float = 300) -> None:
+    """Wait until both engines' processes have come here."""
+    (folder / f"{name}.{role}").touch()
+    end = time.monotonic() + timeout_s
+    while not all((folder / f"{name}.{other}").exists() for other in ROLES):
+        if time.monotonic() > end:
+            raise TimeoutError(f"the other engine did not reach {name!r}")
+        time.sleep(0.02)
+
+
+def main(role: str, folder_name: str) -> None:
+    from sglang_dcp_block.testing.run_case import _answer
+    from sglang_dcp_block.testing.warm import Template, import_sglang
+
+    folder = Path(folder_name)
+    shared = json.loads((folder / "case.json").read_text())
+    spec = EngineSpec(**shared["case"][role])
+    rounds = [Round(**r) for r in shared["case"]["rounds"]]
+    began = [time.monotonic()]
+    if not spec.cold:
+        import_sglang()
+        Template().install()
+    import sglang
+
+    engine = sglang.Engine(
+        **spec.engine_arguments(),
+        port=free_port(),
+        nccl_port=free_port(),
+        sleep_on_idle=True,
+        disaggregation_mode=role,
+        disaggregation_transfer_backend="mooncake",
+        disaggregation_bootstrap_port=shared["bootstrap_port"],
+    )
+    answers = []
+    try:
+        _meet(folder, role, "up")
+        began.append(time.monotonic())
+        room = shared["first_room"]
+        for number, one in enumerate(rounds):
+            if one.flush:
+                engine.flush_cache()
+            _meet(folder, role, f"round-{number}")
+
+            async def ask(prompt: list[int], at: int, new_tokens: int = one.new_tokens) -> Any:
+                try:
+                    reply = await engine.async_generate(
+                        input_ids=prompt,
+                        sampling_params={"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True},
+                        return_logprob=True,
+                        logprob_start_len=-1,
+                        bootstrap_host="127.0.0.1",
+                        bootstrap_port=shared["bootstrap_port"],
+                        bootstrap_room=at,
+                    )
+                except Exception as error:  # what a client would see
+                    return f"{type(error).__name__}: {error}"
+                return asdict(_answer(reply))
+
+            async def ask_all(prompts: list[list[int]] = one.prompts, first: int = room) -> list[Any]:
+                return await asyncio.gather(*(ask(p, first + i) for i, p in enumerate(prompts)))
+
+            answers.append(engine.loop.run_until_complete(ask_all()))
+            room += len(one.prompts)
+            began.append(time.monotonic())
+            print(f"ROUND {number} {one.name} done in {began[-1] - began[-2]:.1f} s", flush=True)
+            _meet(folder, role, f"after-{number}")
+            if os.environ.get(AUDIT_VARIABLE):
+                engine.collective_rpc("dcp_block_audit", name=f"{number:02d}")
+        _meet(folder, role, "down")
+    finally:
+        engine.shutdown()
+    seconds = [after - before for before, after in itertools.pairwise(began)]
+    (folder / f"{role}.json").write_text(json.dumps({"answers": answers, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

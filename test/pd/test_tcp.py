@@ -1,0 +1,186 @@
+"""Mooncake's real TransferEngine over TCP on loopback, two processes, real buffers, SGLang's real managers.
+
+A process for each decode rank holds its buffers behind a TransferEngine and does nothing; this one runs the prefill
+manager. After each request every byte of every rank comes back for the row audit.
+"""
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from harness import CANARY, GUARD_ROWS, LAYERS, Peer, Prefill, assert_rows, buffers
+from test_mooncake_hooks import Request, assert_failed, run_request, succeeded
+
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation import mooncake as ours
+
+pytest.importorskip("mooncake.engine", reason="Mooncake's wheel is not installed")
+pytestmark = pytest.mark.usefixtures("mooncake")
+
+
+def transfer_engine():
+    """As SGLang's MooncakeTransferEngine, without the rest of the server."""
+    os.environ["MC_FORCE_TCP"] = "1"
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    return engine
+
+
+class Tcp:
+    """The methods of SGLang's engine wrapper that the transfer uses."""
+
+    def __init__(self) -> None:
+        self.engine = transfer_engine()
+        self.sizes: list[int] = []
+
+    def batch_transfer_sync(self, session, src, dst, sizes):
+        self.sizes.append(len(src))
+        return self.engine.batch_transfer_sync_write(session, src, dst, sizes)
+
+    def send_probe(self, session):
+        return self.engine.send_probe(session)
+
+    def register(self, arrays):
+        for a in arrays:
+            whole = a if a.base is None else a.base
+            assert self.engine.register_memory(whole.ctypes.data, whole.nbytes) == 0
+
+
+def decode_process(pipe: Connection, rows: int) -> None:
+    """Holds the buffers of one rank; on 'read' hands over all bytes and fills them with CANARY again."""
+    engine = Tcp()
+    kv, aux = buffers(rows, CANARY), np.zeros(64, np.uint64)
+    engine.register([*kv, aux])
+    pipe.send((f"127.0.0.1:{engine.engine.get_rpc_port()}", [b.ctypes.data for b in kv], aux.ctypes.data))
+    while pipe.recv() == "read":
+        pipe.send(([b.base for b in kv], int(aux[2])))
+        for b in kv:
+            b.base[:] = CANARY
+
+
+class RemotePeer(Peer):
+    """A rank whose buffers are in another process; ``read`` brings their bytes here for the audit."""
+
+    def __init__(self, layout: DcpLayout, rank: int, virtual_pages: int, page_size: int, pipe: Connection) -> None:
+        assert pipe.poll(60), "a decode process did not start"
+        session, kv_ptrs, aux_ptr = pipe.recv()
+        engine = SimpleNamespace(get_session_id=lambda: session)
+        super().__init__(layout, rank, virtual_pages, page_size, engine=engine)
+        self.manager.kv_args.kv_data_ptrs, self.manager.kv_args.aux_data_ptrs = kv_ptrs, [aux_ptr]
+        self.pipe = pipe
+
+    def read(self) -> None:
+        self.pipe.send("read")
+        layers, self.aux[2] = self.pipe.recv()
+        self.kv = [b[GUARD_ROWS:-GUARD_ROWS] for b in layers]
+
+
+@pytest.fixture
+def decode_server():
+    """(layout, virtual pages, page size) -> peers and their processes, one for each rank."""
+    context = multiprocessing.get_context("spawn")
+    running = []
+
+    def start(layout: DcpLayout, virtual_pages: int, page_size: int):
+        pipes = []
+        for _ in range(layout.dcp_size):
+            mine, theirs = context.Pipe()
+            rows = virtual_pages * layout.rows_per_virtual_page(page_size)
+            running.append(context.Process(target=decode_process, args=(theirs, rows), daemon=True))
+            running[-1].start()
+            pipes.append(mine)
+        peers = [RemotePeer(layout, rank, virtual_pages, page_size, pipe) for rank, pipe in enumerate(pipes)]
+        return peers, running[-layout.dcp_size :]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.join()
+
+
+def prefill_server(pages: int, page_size: int) -> Prefill:
+    engine = Tcp()
+    prefill = Prefill(engine, pages, page_size)
+    engine.register([*prefill.kv, prefill.aux])
+    return prefill
+
+
+def assert_all_rows(peers, want) -> None:
+    for peer, rows in zip(peers, want, strict=True):
+        peer.read()
+        assert_rows(peer, rows)
+
+
+@pytest.mark.parametrize("dcp_size,block_size,page_size", [(2, 64, 64), (4, 16, 64), (2, 16, 16)])
+def test_rows_over_tcp(decode_server, dcp_size, block_size, page_size):
+    layout = DcpLayout(dcp_size, block_size)
+    prefill, (peers, _) = prefill_server(40, page_size), decode_server(layout, 8, page_size)
+    b, cycle = block_size, layout.cycle
+    room = 0
+    for length in sorted({1, b - 1, b, b + 1, cycle - 1, cycle, cycle + 1, 3 * cycle + b + 5}):
+        for chunk in (1 << 20, 2 * page_size):
+            room += 1
+            verdicts, want = run_request(prefill, peers, Request(length, 0, chunk), room, room, register=room == 1)
+            assert succeeded(verdicts), verdicts
+            assert_all_rows(peers, want)
+            assert all(peer.aux[2] == 1 for peer in peers)
+    assert prefill.threads_alive()
+    assert prefill.manager._dcp_pack_buffers is None
+
+
+def test_a_long_request_stays_under_the_lanes_queue(decode_server):
+    """More segments than a TCP lane queues: 3 layers x 1,500 blocks for one rank, refused as one batch."""
+    layout = DcpLayout(2, 1 << 2)
+    prefill, (peers, _) = prefill_server(3200, 4), decode_server(layout, 1600, 4)
+    verdicts, want = run_request(prefill, peers, Request(3000 * 4), room=1)
+    assert succeeded(verdicts), verdicts
+    assert_all_rows(peers, want)
+    kv = [n for n in prefill.manager.engine.sizes if n > 1]
+    assert sum(kv) == 2 * LAYERS * 1500 and max(kv) == ours.MAX_BATCH_SEGMENTS
+
+
+def test_control_a_destination_off_by_one_is_seen(decode_server, monkeypatch):
+    plan = ours.plan_segments
+
+    def wrong(*args, **kwargs):
+        src, dst, n = plan(*args, **kwargs)
+        return type(plan(*args, **kwargs))(src, dst + 1, n)
+
+    monkeypatch.setattr(ours, "plan_segments", wrong)
+    prefill, (peers, _) = prefill_server(40, 16), decode_server(DcpLayout(2, 16), 8, 16)
+    verdicts, want = run_request(prefill, peers, Request(128), room=1)
+    assert succeeded(verdicts)
+    with pytest.raises(AssertionError):
+        assert_all_rows(peers, want)
+
+
+def test_a_killed_decode_process_fails_its_requests_and_no_others(decode_server, monkeypatch):
+    """Killed between two batches of one request; another decode server is served by the same prefill afterwards."""
+    monkeypatch.setattr(ours, "MAX_BATCH_SEGMENTS", 8)
+    layout = DcpLayout(2, 16)
+    prefill, (peers, processes) = prefill_server(40, 16), decode_server(layout, 10, 16)
+    engine, calls = prefill.manager.engine, []
+    send = engine.batch_transfer_sync
+
+    def killing(session, src, dst, sizes):
+        calls.append(len(src))
+        if len(calls) == 2:
+            processes[0].kill()
+            processes[0].join()
+        return send(session, src, dst, sizes)
+
+    monkeypatch.setattr(engine, "batch_transfer_sync", killing)
+    verdicts, _ = run_request(prefill, peers, Request(16 * 16), room=1)
+    assert_failed(verdicts, 1, "does not answer")
+    assert peers[0].session in prefill.manager.failed_sessions
+
+    others, _ = decode_server(layout, 10, 16)
+    verdicts, want = run_request(prefill, others, Request(200), room=2)
+    assert succeeded(verdicts), verdicts
+    assert_all_rows(others, want)
+    assert prefill.threads_alive()
