@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -25,7 +26,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -179,10 +180,22 @@ def answer_steps(lengths: Sequence[int], new_tokens: int, vocab: int, alone: int
     ]
 
 
-def speed_steps(cells: Sequence[tuple[int, int]], vocab: int, tokens: int = 64) -> list[dict[str, Any]]:
-    """cells: (batch, context)."""
+def speed_steps(
+    cells: Sequence[tuple[int, int]], vocab: int, tokens: int = 64, together: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """cells: (batch, context). together: ``folder``, and how many ``engines`` start side by side (see :func:`_turn`)."""
+    together = together or {}
     return [
-        {"kind": "speed", "batch": b, "context": n, "tokens": tokens, "repeats": 3, "vocab": vocab} for b, n in cells
+        {
+            "kind": "speed",
+            "batch": b,
+            "context": n,
+            "tokens": tokens,
+            "repeats": 3,
+            "vocab": vocab,
+            "together": together,
+        }
+        for b, n in cells
     ]
 
 
@@ -215,8 +228,28 @@ def _answers(engine: Any, step: dict[str, Any]) -> list[dict[str, Any]]:
     return _generate(engine, step["prompts"], step["new_tokens"])
 
 
+@contextlib.contextmanager
+def _turn(together: dict[str, Any]) -> Iterator[None]:
+    """Engines start side by side, wait for the last one, and then run one at a time, cell by cell."""
+    if not together:
+        yield
+        return
+    folder, patience = Path(together["folder"]), time.monotonic() + 200
+    (folder / f"{os.getpid()}.up").touch()
+    while len(list(folder.glob("*.up"))) < together["engines"] and time.monotonic() < patience:
+        time.sleep(0.2)
+    with (folder / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _speed(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
-    """Time per output token: two runs over cached prompts that differ in nothing but ``tokens`` decode steps."""
+    with _turn(step["together"]):
+        return _time_per_token(engine, step)
+
+
+def _time_per_token(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
+    """Two runs over cached prompts that differ in nothing but ``tokens`` decode steps."""
     engine.flush_cache()
     batch = prompts([step["context"]] * step["batch"], step["context"] + step["batch"], step["vocab"])
 
@@ -369,6 +402,8 @@ def run_jobs(
         finally:
             gate.release()
         outcome = outcomes[number]
+        if outcome.failure and (together := job.steps[0].get("together")):
+            (Path(together["folder"]) / f"{job.engine.name}.up").touch()  # nobody need wait for it
         state = "failed" if outcome.failure else "ok"
         say(f"  {job.engine.name}: {state}, {outcome.seconds:.0f} s (up {outcome.result.get('up_s', 0):.0f})")
 

@@ -121,7 +121,7 @@ class Answers(Stage):
 
 @dataclass
 class Speed(Stage):
-    """Time per output token, one engine at a time."""
+    """Time per output token. All engines are up at once, and one at a time is asked, cell by cell in turns."""
 
     timed: list[Engine] = field(default_factory=list)
     cells: Sequence[tuple[int, int]] = ()
@@ -131,7 +131,11 @@ class Speed(Stage):
 
     def run(self, context: Context) -> dict[str, Any]:
         cells = [(1, 64), (2, 128)] if context.rehearse else self.cells
-        steps = gpu_run.speed_steps(cells, context.vocab, tokens=4 if context.rehearse else 64)
+        together: dict[str, Any] = {}
+        if not context.rehearse:
+            self.at_once = len(self.timed)
+            together = {"folder": tempfile.mkdtemp(dir=context.work), "engines": len(self.timed)}
+        steps = gpu_run.speed_steps(cells, context.vocab, 4 if context.rehearse else 64, together)
         outcomes = self._run([Job(engine, steps) for engine in self.timed], context)
         return {
             name: {"failure": o.failure, "cells": [s["outcome"] for s in o.result.get("steps", [])]}

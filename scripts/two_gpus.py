@@ -54,7 +54,7 @@ def audit() -> Stage:
         for short, backend in BACKENDS
     ]
     return Answers(
-        "audit", "KV rows of DCP2 at block 64", 200, at_once=2, references=references, others=others,
+        "audit", "KV rows of DCP2 at block 64", 150, at_once=4, references=references, others=others,
         lengths=AUDIT_LENGTHS, audit=True,
     )  # fmt: skip
 
