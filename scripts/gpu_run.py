@@ -98,6 +98,8 @@ class Engine:
             "random_seed": 1,
             "log_level": "info",
             "disable_custom_all_reduce": True,
+            # On by itself for this architecture on Hopper, and may use NVLink multicast, which a shared host forbids.
+            "enforce_disable_flashinfer_allreduce_fusion": True,
             "disable_prefill_cuda_graph": True,
             "base_gpu_id": self.base_gpu,
         }
@@ -112,7 +114,7 @@ class Engine:
         if self.block is not None:
             found["dcp_block_size"] = self.block
         if self.bed == "one_gpu":
-            found |= {"disable_overlap_schedule": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+            found["disable_overlap_schedule"] = True
         if self.bed == "cpu":
             found |= {"device": "cpu", "dtype": "float32", "disable_overlap_schedule": True, "mem_fraction_static": 0.2}
         return found | self.extra
@@ -183,7 +185,7 @@ def answer_steps(lengths: Sequence[int], new_tokens: int, vocab: int, alone: int
 def speed_steps(
     cells: Sequence[tuple[int, int]], vocab: int, tokens: int = 64, together: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """cells: (batch, context). together: ``folder``, and how many ``engines`` start side by side (see :func:`_turn`)."""
+    """cells: (batch, context). together: ``folder`` and how many ``engines`` start side by side, for :func:`_turn`."""
     together = together or {}
     return [
         {
