@@ -122,10 +122,10 @@ CHUNKED = [
     Round([prompt(331), prompt(210, seed=2), prompt(65)], 6, "chunked"),
     Round([prompt(331) + [7] * 90], 4, "more"),
 ]
-# 6 requests of up to 170 tokens into a pool of 640 slots: some wait, some are retracted, the cache is evicted.
+# 4 requests of 100 tokens don't fit into 384 slots at once; the last prompt evicts the others from the cache.
 CROWD = [
-    Round([prompt(100 + n, seed=3) for n in range(6)], 64, "crowd"),
-    Round([prompt(100, seed=3), prompt(300)], 4, "evict"),
+    Round([prompt(40 + n, seed=3) for n in range(4)], 60, "crowd"),
+    Round([prompt(40, seed=3), prompt(250)], 4, "evict"),
 ]
 # Prefixes cached before the round, so that the extend has something to gather.
 PREFIXES = [
@@ -142,16 +142,18 @@ _ONE_SHOT = {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "1"}
 _CHUNKED_KV = {**_ONE_SHOT, "SGLANG_MAX_KV_CHUNK_CAPACITY": "192"}
 
 
-def _small_pool(chunked: int, **extra) -> dict:
-    """640 slots in all, and a scheduler that admits more than they hold.
+def _small_pool(chunked: int) -> dict:
+    """384 slots in all, and SGLang's own switch to retract requests every so many steps, full or not.
 
     With chunked prefill: SGLang sizes eager buffers by one rank's rows, and a larger batch stops its scheduler.
     """
-    return {"max_total_tokens": 320, "chunked": chunked, "extra": {"schedule_conservativeness": 0.05, **extra}}
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+    return {"max_total_tokens": 192, "chunked": chunked, "env": retract}
 
 
-def _retracted(result: CaseResult) -> bool:
-    return any(a.retracted for a in result.answers[0])
+def _retracted_and_evicted(result: CaseResult) -> bool:
+    before, after = ({tuple(tokens) for tokens, _ in load_pools(result.audit, n)[0].cached} for n in ("00", "01"))
+    return any(a.retracted for a in result.answers[0]) and bool(before - after)
 
 
 def _cached(result: CaseResult) -> bool:
@@ -162,8 +164,8 @@ SCENARIOS = [
     Scenario("chunked-flashinfer", dcp(2, 16, "flashinfer", chunked=80), CHUNKED),
     Scenario("chunked-triton", dcp(2, 64, "triton", chunked=64), CHUNKED),
     Scenario("chunked-4", dcp(4, 16, "flashinfer", chunked=80, comm="ag_rs"), CHUNKED),
-    Scenario("retract-flashinfer", dcp(2, 16, "flashinfer", **_small_pool(144)), CROWD, _retracted),
-    Scenario("retract-triton", dcp(2, 32, "triton", **_small_pool(160, **FEW_SPLITS)), CROWD, _retracted),
+    Scenario("retract-flashinfer", dcp(2, 16, "flashinfer", **_small_pool(144)), CROWD, _retracted_and_evicted),
+    Scenario("retract-triton", dcp(2, 32, "triton", **_small_pool(160)), CROWD, _retracted_and_evicted),
     Scenario("small-block", dcp(2, 4, "flashinfer", page=16), PREFIXES, _cached),
     Scenario("mha-one-shot", dcp(2, 16, "flashinfer", env=_ONE_SHOT), PREFIXES, _cached),
     # SGLang merges these chunks with the wrong base of the LSE (its issue 40903), so the reference must take the same

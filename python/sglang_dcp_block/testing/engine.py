@@ -32,7 +32,7 @@ class EngineSpec:
     """One engine. block None: stock, without our plugin. max_total_tokens: KV rows of one rank.
 
     chunked: chunked prefill size in tokens, None for off. extra: further ``sgl.Engine`` arguments. env: further
-    environment variables. cold: import SGLang anew, for variables that it reads at import (``SGLANG_TEST_RETRACT``).
+    environment variables; those that SGLang reads at import want ``cold``, a start without the warm process.
     """
 
     tp: int = 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.engine import Answer, case_from_json
-from sglang_dcp_block.testing.warm import Template, import_sglang
+from sglang_dcp_block.testing.warm import Template, import_sglang, read_variables_again
 
 SERVER_INFO = (
     "max_total_num_tokens",
@@ -32,6 +32,7 @@ def main(case_file: str, result_file: str) -> None:
     case = case_from_json(Path(case_file).read_text())
     marks = [time.monotonic()]
     import_sglang()
+    read_variables_again()
     Template().install()
     import sglang
 

@@ -47,6 +47,15 @@ def import_sglang() -> None:
         raise RuntimeError(f"can't fork: importing SGLang started threads {threading.enumerate()}")
 
 
+def read_variables_again() -> None:
+    """Take over test switches that SGLang reads at import: the warm process imported it with none of them set."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+
+
 class Template:
     """A forked copy of this process that waits to become the fork server of multiprocessing's "forkserver" method."""
 
