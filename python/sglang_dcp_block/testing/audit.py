@@ -184,8 +184,8 @@ def audit_pools(
         in_use[0] = False
         unowned = np.ones(record.rows.shape[1], bool)
         unowned[: record.page_rows] = False
-        for tokens, slots in record.cached:
-            name, slots = f"cached sequence of {len(tokens)} tokens", np.array(slots)
+        for tokens, slot_list in record.cached:
+            name, slots = f"cached sequence of {len(tokens)} tokens", np.array(slot_list)
             index = layout.local_index(slots)
             used = _compare(report, layout, record, name, np.array(tokens), slots, index, reference, tolerance)
             unowned[used] = False

@@ -24,7 +24,7 @@ from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE, NAME
 from sglang_dcp_block.testing.tiny_model import TinyMla, cached
 
 if TYPE_CHECKING:
-    from sglang_dcp_block.testing.warm import WarmServer
+    from sglang_dcp_block.testing.warm import WarmProcess, WarmServer
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,7 @@ def run(
     answer.unlink(missing_ok=True)
     started = time.monotonic()
     environment = case.spec.environment(audit_folder)
+    process: WarmProcess | subprocess.Popen
     if warm is not None and not case.spec.cold:
         process = warm.start([str(request), str(answer)], environment, log)
     else:

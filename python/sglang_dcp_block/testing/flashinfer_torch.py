@@ -32,8 +32,8 @@ def attention(
     keys = k.shape[0]
     if keys == 0:
         garbage = os.environ.get(EMPTY_SHARD_VARIABLE) == "garbage"
-        out, lse = (math.nan, 0.0) if garbage else (0.0, -math.inf)
-        return torch.full((queries, heads, v.shape[-1]), out), torch.full((queries, heads), lse)
+        fill, fill_lse = (math.nan, 0.0) if garbage else (0.0, -math.inf)
+        return torch.full((queries, heads, v.shape[-1]), fill), torch.full((queries, heads), fill_lse)
     k, v = k.float().expand(keys, heads, -1), v.float().expand(keys, heads, -1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     if causal:

@@ -120,7 +120,8 @@ class Template:
                 os.kill(os.getpid(), number)
 
         signal.signal(signal.SIGQUIT, hand_on)
-        multiprocessing.forkserver.main(*fds, None)
+        listener, alive = fds
+        multiprocessing.forkserver.main(listener, alive, [])
 
 
 class WarmServer:
