@@ -31,7 +31,7 @@ from tiny_math.tokenizer import BOS, Tokenizer  # noqa: E402
 
 MODEL = ROOT / "models" / "tiny_math"
 WORKED_ANSWER_TOKENS = 40  # the longest worked answer has 36
-NEEDLE_TOKENS = 4  # '####' and three numbers
+NEEDLE_TOKENS = 16  # the fact again, #### and three numbers
 DEPTHS = [i / 10 for i in range(11)]
 
 

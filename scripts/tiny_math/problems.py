@@ -296,6 +296,11 @@ def fact_text(name: str, code: str) -> str:
     return f"The code of {name} is {code}."
 
 
+def code_answer(name: str, code: str) -> str:
+    # The fact's own words again: as with the price list, the lookup is one induction step.
+    return f" {fact_text(name, code)} {ANSWER_MARK} {code}"
+
+
 def code_question(name: str) -> str:
     return f"Question: What is the code of {name}?\nAnswer:"
 
@@ -320,7 +325,7 @@ def needle_document(rng: random.Random, length: int) -> Iterator[Segment]:
             # Each code is asked once, so it can't be read from an earlier answer.
             name, code = waiting.pop(rng.randrange(len(waiting)))
             yield Segment("\n\n" + code_question(name), False)
-            yield Segment(f" {ANSWER_MARK} {code}", True)
+            yield Segment(code_answer(name, code), True)
             yield Segment("\n\n", False)
 
 
@@ -370,7 +375,7 @@ def needle_set(length: int, depths: list[float], per_depth: int, seed: int, dist
             sentences.insert(round(depth * len(sentences)), fact_text(names[0], codes[names[0]]))
             text = " ".join(sentences) + "\n\n" + code_question(names[0])
             code = codes[names[0]]
-            prompts.append(Prompt(text, code, f" {ANSWER_MARK} {code}", len(prompts), depth))
+            prompts.append(Prompt(text, code, code_answer(names[0], code), len(prompts), depth))
     return prompts
 
 

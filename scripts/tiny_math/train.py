@@ -154,7 +154,7 @@ def evaluate(model, tokenizer: Tokenizer, arguments) -> dict:
         by_depth = {}
         for depth in depths:
             needles = problems.needle_set(length, [depth], arguments.needles, seed=1)
-            by_depth[depth] = score(model, tokenizer, needles, 4, batch=max(1, 65536 // length))
+            by_depth[depth] = score(model, tokenizer, needles, 16, batch=max(1, 65536 // length))
         right, asked = (sum(d[k] for d in by_depth.values()) for k in ("right", "asked"))
         result[f"needle_{length}"] = dict(right=right, asked=asked, by_depth=by_depth)
     return result
