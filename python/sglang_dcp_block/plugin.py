@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_dcp_block import __version__, hooks, metrics, runtime, server_args
 from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation.mooncake import MOONCAKE_HOOKS, MOONCAKE_SCOPES
 from sglang_dcp_block.hooks import Hook, HookError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ SCOPES: dict[str, str | Callable[[Setup], bool]] = {
     "block": lambda s: s.block,
     "triton": lambda s: s.triton,
     "flashinfer": lambda s: s.flashinfer_block,
+    **MOONCAKE_SCOPES,
 }
 
 _US = "sglang_dcp_block"
@@ -278,6 +280,8 @@ HOOKS: tuple[Hook, ...] = (
         "not patched but called: a private first stage that may change without notice",
         "test/gpu/test_decode.py",
     ),
+    # -- P->D over Mooncake
+    *MOONCAKE_HOOKS,
 )
 
 
