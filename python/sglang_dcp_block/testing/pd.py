@@ -21,12 +21,24 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
-from sglang_dcp_block.testing.engine import Answer, EngineFailed, EngineSpec, Round, log_tail
+from sglang_dcp_block.testing.engine import (
+    REFERENCE,
+    Answer,
+    Case,
+    EngineFailed,
+    EngineSpec,
+    Round,
+    log_tail,
+    run,
+)
+from sglang_dcp_block.testing.tiny_model import TinyMla
 
 ROLES = ("prefill", "decode")
 #: A prefill server needs our plugin but no flag: block size 1 is the default.
@@ -48,12 +60,17 @@ _LOGGING = {
     "root": {"level": "INFO", "handlers": ["console"]},
     "loggers": {"sglang_dcp_block.disaggregation.mooncake": {"level": "DEBUG"}},
 }
+_ROUND = re.compile(r"^ROUND \d+ .*$", re.M)
 _CHUNK = re.compile(r"kv_chunk session=(\S+) rank=(\d+) tokens=(\d+) segments=(\d+) bytes=(\d+) batches=(\d+)")
 
 
 @dataclass(frozen=True)
 class PdCase:
-    """env: of both engines. audit: record KV rows (see testing/probe.py) of both."""
+    """env: of both engines. audit: record KV rows (see testing/probe.py) of both.
+
+    A round whose name is in :data:`FAULTS` is sent with a broken plan; one that is called ABORT is aborted on the
+    decode side while prefill is about to send.
+    """
 
     prefill: EngineSpec
     decode: EngineSpec
@@ -76,20 +93,24 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PdResult:
-    """answers[round][request] of the decode engine: an Answer, or the error's text. chunks: in order of sending.
+    """answers[round][request] of the decode engine: an Answer, or the error's text. chunks[round]: in order of sending.
 
     seconds: start of the engines, then each round. audit: a folder for each role, or None.
     """
 
     answers: list[list[Answer | str]]
     prefill_errors: list[list[str]]
-    chunks: list[Chunk]
+    chunks: list[list[Chunk]]
     seconds: list[float]
     audit: dict[str, Path] | None
     logs: dict[str, Path]
 
     def log(self, role: str) -> str:
         return self.logs[role].read_text(errors="replace")
+
+
+def _chunks(text: str) -> list[Chunk]:
+    return [Chunk(m[1], *map(int, m.groups()[1:])) for m in _CHUNK.finditer(text)]
 
 
 def free_port() -> int:
@@ -133,9 +154,7 @@ def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
     return PdResult(
         answers=[[a if isinstance(a, str) else Answer(**a) for a in answers] for answers in decode["answers"]],
         prefill_errors=[[a for a in answers if isinstance(a, str)] for answers in prefill["answers"]],
-        chunks=[
-            Chunk(m[1], *map(int, m.groups()[1:])) for m in _CHUNK.finditer(logs["prefill"].read_text(errors="replace"))
-        ],
+        chunks=[_chunks(text) for text in _ROUND.split(logs["prefill"].read_text(errors="replace"))[:-1]],
         seconds=decode["seconds"],
         audit={role: workdir / f"audit-{role}" for role in ROLES} if case.audit else None,
         logs=logs,
@@ -152,6 +171,106 @@ def _wait(processes: dict[str, subprocess.Popen], logs: dict[str, Path], deadlin
             tails = "\n".join(f"--- {role}\n{log_tail(log)}" for role, log in logs.items())
             raise EngineFailed(f"the engines did not finish in time:\n{tails}")
         time.sleep(0.1)
+
+
+# -- the demo ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """One request. tokens, single: what the PD pair and a single engine answered. segments, bytes: sent over Mooncake,
+    all decode ranks. token_segments: what token round-robin needs, one per row and layer."""
+
+    prompt: int
+    tokens: list[int]
+    single: list[int]
+    segments: int
+    bytes: int
+    token_segments: int
+
+    @property
+    def equal(self) -> bool:
+        return self.tokens == self.single
+
+
+def run_pd_demo(
+    workdir: Path,
+    *,
+    lengths: Sequence[int] = (1, 63, 64, 65, 129, 500),
+    new_tokens: int = 8,
+    block: int = 64,
+    layers: int = TinyMla.layers,
+    say: Callable[[str], None] = print,
+) -> list[DemoRow]:
+    """Prefill (tp 1, no DCP) to decode (tp 2, dcp 2, ``block``) beside a single engine; about two minutes on two cores.
+
+    Raises:
+        EngineFailed: an engine did not start or answer.
+    """
+    random = Random(1)
+    rounds = [Round([[random.randrange(2, 250) for _ in range(n)]], new_tokens, f"{n} tokens") for n in lengths]
+    say("Starting a single engine (tp 1) and asking it...")
+    single = run(Case(replace(REFERENCE, page=64), rounds), workdir / "single", audit=False)
+    say(f"Starting prefill (tp 1) and decode (tp 2, dcp 2, block {block}), KV over Mooncake on TCP...")
+    pair = run_pd(PdCase(PREFILL, replace(DECODE, block=block), rounds, audit=False), workdir / "pd")
+    rows = []
+    for n, [answer], [expected], chunks in zip(lengths, pair.answers, single.answers, pair.chunks, strict=True):
+        if isinstance(answer, str):
+            raise EngineFailed(f"the prompt of {n} tokens failed: {answer}")
+        sent = sum(c.segments for c in chunks), sum(c.bytes for c in chunks), sum(c.tokens for c in chunks) * layers
+        rows.append(DemoRow(n, answer.tokens, expected.tokens, *sent))
+    return rows
+
+
+# -- faults: a comparison that can't see these proves nothing ----------------------------------------------------------
+
+ABORT = "abort"
+
+
+def _owner_flip(plan: Any, *pages: Any, rank: int, **rest: Any) -> Any:
+    return plan(*pages, rank=rest["layout"].dcp_size - 1 - rank, **rest)
+
+
+def _destination_off_by_one(plan: Any, *pages: Any, **rest: Any) -> Any:
+    found = plan(*pages, **rest)
+    return found._replace(dst_row=found.dst_row + 1)
+
+
+def _block_order_swapped(plan: Any, *pages: Any, **rest: Any) -> Any:
+    found = plan(*pages, **rest)
+    return found._replace(src_row=found.src_row[::-1])
+
+
+def _last_chunk_dropped(plan: Any, *pages: Any, start: int, **rest: Any) -> Any:
+    found = plan(*pages, start=start, **rest)
+    return found if start == 0 else found._replace(**{name: values[:0] for name, values in found._asdict().items()})
+
+
+def _slow(plan: Any, *pages: Any, **rest: Any) -> Any:
+    time.sleep(1.0)
+    return plan(*pages, **rest)
+
+
+FAULTS = {
+    "owner flip": _owner_flip,
+    "destination off by one": _destination_off_by_one,
+    "block order swapped": _block_order_swapped,
+    "last chunk dropped": _last_chunk_dropped,
+    ABORT: _slow,
+}
+
+
+def _break_plans(folder: Path) -> None:
+    """Plans of this process's children follow the fault that the file names. Call before they are forked."""
+    from sglang_dcp_block.disaggregation import mooncake
+
+    plan = mooncake.plan_segments
+
+    def broken(*pages: Any, **rest: Any) -> Any:
+        fault = FAULTS.get((folder / "fault").read_text())
+        return fault(plan, *pages, **rest) if fault else plan(*pages, **rest)
+
+    mooncake.plan_segments = broken
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------
@@ -176,6 +295,8 @@ def main(role: str, folder_name: str) -> None:
     spec = EngineSpec(**shared["case"][role])
     rounds = [Round(**r) for r in shared["case"]["rounds"]]
     began = [time.monotonic()]
+    if role == "prefill" and any(one.name in FAULTS for one in rounds):
+        _break_plans(folder)
     if not spec.cold:
         import_sglang()
         Template().install()
@@ -198,6 +319,8 @@ def main(role: str, folder_name: str) -> None:
         for number, one in enumerate(rounds):
             if one.flush:
                 engine.flush_cache()
+            if role == "prefill":
+                (folder / "fault").write_text(one.name)
             _meet(folder, role, f"round-{number}")
 
             async def ask(prompt: list[int], at: int, new_tokens: int = one.new_tokens) -> Any:
@@ -216,7 +339,11 @@ def main(role: str, folder_name: str) -> None:
                 return asdict(_answer(reply))
 
             async def ask_all(prompts: list[list[int]] = one.prompts, first: int = room) -> list[Any]:
-                return await asyncio.gather(*(ask(p, first + i) for i, p in enumerate(prompts)))
+                tasks = [asyncio.ensure_future(ask(p, first + i)) for i, p in enumerate(prompts)]
+                if role == "decode" and one.name == ABORT:  # noqa: B023
+                    await asyncio.sleep(0.7)
+                    engine.tokenizer_manager.abort_request(abort_all=True)
+                return await asyncio.gather(*tasks)
 
             answers.append(engine.loop.run_until_complete(ask_all()))
             room += len(one.prompts)

@@ -1,0 +1,200 @@
+"""A real prefill engine (tp 1, no DCP), a real decode engine (DCP), Mooncake over TCP on loopback, against one engine.
+
+Tokens and logprobs are compared, and then the rows decide: the probe fills every free page with NaN, and each decode
+rank's rows must equal those of an engine without DCP, with NaN in every row that the rank does not own.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.testing.audit import Reference, audit_pools, audit_requests, load_pools, load_requests
+from sglang_dcp_block.testing.engine import REFERENCE, Case, CaseResult, EngineSpec, Round, differences, run
+from sglang_dcp_block.testing.pd import ABORT, DECODE, FAULTS, PREFILL, PdCase, PdResult, run_pd, run_pd_demo
+
+pytestmark = pytest.mark.engine
+
+LOGPROB_TOLERANCE = 2e-3
+LAYERS, ROW_BYTES = 2, (256 + 32) * 4
+
+
+def prompts(lengths: list[int], seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 250) for _ in range(n)] for n in lengths]
+
+
+def sweep(layout: DcpLayout) -> list[Round]:
+    """Every length at which something changes, the same prompts again, and sixteen requests at once."""
+    b, cycle = layout.block_size, layout.cycle
+    lengths = sorted({1, b - 1, b, b + 1, cycle - 1, cycle, cycle + 1, 2 * cycle, 333, 400} - {0})
+    first = Round(prompts(lengths, 1), 6, "first")
+    return [first, replace(first, name="again"), Round(prompts([40 + 17 * i for i in range(16)], 2), 4, "sixteen")]
+
+
+@pytest.fixture(scope="session")
+def show(pytestconfig) -> Callable:
+    """Progress goes past pytest's capture: an engine pair takes a minute to start."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def call(function, *args, **kwargs):
+        with capture.global_and_fixture_disabled():
+            print(flush=True)
+            return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def single(show, tmp_path_factory) -> Callable[[list[Round], int], tuple[CaseResult, Reference]]:
+    """One engine without DCP and without the plugin."""
+    known = {}
+
+    def of(rounds: list[Round], page: int) -> tuple[CaseResult, Reference]:
+        key = repr(rounds)
+        if key not in known:
+            spec = replace(REFERENCE, page=page)
+            result = show(run, Case(spec, rounds), tmp_path_factory.mktemp("single"), timeout_s=400)
+            known[key] = result, Reference(load_requests(result.audit))
+        return known[key]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def pair(show, tmp_path_factory) -> Callable[[PdCase], PdResult]:
+    return lambda case: show(run_pd, case, tmp_path_factory.mktemp("pd"), timeout_s=500)
+
+
+def assert_pair_equals_single(case: PdCase, result: PdResult, single) -> None:
+    layout = DcpLayout(case.decode.dcp, case.decode.block or 1)
+    expected, reference = single(case.rounds, case.decode.page)
+    for number, one in enumerate(case.rounds):
+        answers = result.answers[number]
+        assert not [a for a in answers if isinstance(a, str)], answers
+        assert not differences(answers, expected.answers[number], LOGPROB_TOLERANCE), one.name
+        sent = result.chunks[number]
+        if layout.block_size > 1:
+            tokens = sum(map(len, one.prompts))
+            assert sum(c.tokens for c in sent) == tokens
+            assert sum(c.bytes for c in sent) == tokens * LAYERS * ROW_BYTES
+    report = audit_requests(layout, load_requests(result.audit["decode"]), reference)
+    assert report.ok, report
+    pools = audit_pools(layout, load_pools(result.audit["decode"]), reference)
+    assert not pools.mismatches and not pools.written and not pools.complaints, pools
+
+
+CASES = {
+    "dcp 2, block 64, prefill in chunks": (replace(PREFILL, chunked=128), DECODE),
+    "dcp 2, block 64, FlashInfer": (PREFILL, replace(DECODE, backend="flashinfer", comm="a2a")),
+    "dcp 2, block 16 in pages of 64": (PREFILL, replace(DECODE, block=16)),
+    "dcp 2, block 16 in pages of 16, in chunks": (
+        replace(PREFILL, page=16, chunked=48),
+        replace(DECODE, block=16, page=16),
+    ),
+    "dcp 2, block 1": (PREFILL, replace(DECODE, block=1)),
+    "dcp 4, block 64": (PREFILL, replace(DECODE, tp=4, dcp=4)),
+    "dcp 4, block 16 in pages of 64, in chunks": (
+        replace(PREFILL, chunked=128),
+        replace(DECODE, tp=4, dcp=4, block=16),
+    ),
+    "same layout on both sides": (replace(DECODE, chunked=128), DECODE),
+    "decode keeps a radix cache": (PREFILL, replace(DECODE, extra={"disaggregation_decode_enable_radix_cache": True})),
+}
+IN_CI = {"dcp 2, block 64, prefill in chunks"}
+
+
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_pair_answers_like_one_engine(name, pair, single):
+    prefill, decode = CASES[name]
+    case = PdCase(prefill, decode, sweep(DcpLayout(decode.dcp, decode.block)))
+    result = pair(case)
+    if decode.extra:
+        radix = [a for a in result.answers[1] if a.cached >= DcpLayout(decode.dcp, decode.block).virtual_page_size(64)]
+        assert radix, "the second round hit the decode side's cache"
+        sent = sum(c.tokens for c in result.chunks[1])
+        assert sent < sum(c.tokens for c in result.chunks[0]), "what decode had was not sent again"
+        return  # rows that decode kept were sent once; the counts above and the tokens below are what is left to judge
+    if prefill.dcp > 1:
+        assert not any(result.chunks), "rank to rank goes through SGLang's page copy"
+        expected, reference = single(case.rounds, decode.page)
+        for number in range(len(case.rounds)):
+            assert not differences(result.answers[number], expected.answers[number], LOGPROB_TOLERANCE)
+        report = audit_requests(DcpLayout(2, 64), load_requests(result.audit["decode"]), reference)
+        assert report.ok, report
+        return
+    assert_pair_equals_single(case, result, single)
+    assert "pack buffers allocated" not in result.log("prefill") or decode.block == 1
+
+
+@pytest.mark.slow
+def test_controls_and_an_abort(pair, single):
+    """One pair, sabotaged round by round: the audit must see each fault, and the last round must be right again."""
+    layout = DcpLayout(DECODE.dcp, DECODE.block)
+    length = 2 * layout.cycle  # even for every rank, and two chunks
+    faults = [name for name in FAULTS if name != ABORT]
+    rounds = [Round(prompts([length, length], 10 + i), 4, name) for i, name in enumerate(faults)]
+    rounds += [Round(prompts([length] * 4, 30), 4, ABORT), Round(prompts([length + 1, 77], 31), 4, "clean")]
+    result = pair(PdCase(replace(PREFILL, chunked=layout.cycle), DECODE, rounds))
+    expected, reference = single(rounds, DECODE.page)
+    records = load_requests(result.audit["decode"])
+    for number, one in enumerate(rounds):
+        mine = [r for r in records if any(list(r.tokens[: len(p)]) == p for p in one.prompts)]
+        if one.name == ABORT:
+            assert all(isinstance(a, str) or len(a.tokens) < 4 for a in result.answers[number]), "it was aborted"
+            continue
+        report = audit_requests(layout, mine, reference)
+        if one.name == "clean":
+            assert report.ok, report
+            assert not differences(result.answers[number], expected.answers[number], LOGPROB_TOLERANCE)
+        else:
+            assert report.mismatches or report.written, f"{one.name} went unseen: {report}"
+
+
+def test_a_prefill_server_without_the_plugin_is_refused(pair):
+    rounds = [Round(prompts([20, 70], 1), 2, "refused"), Round(prompts([30], 2), 2, "refused again")]
+    stock = replace(PREFILL, block=None)
+    result = pair(PdCase(stock, DECODE, rounds, env={"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "8"}, audit=False))
+    for answer in [a for answers in result.answers for a in answers]:
+        assert "does not run sglang-dcp-block" in answer and "install sglang-dcp-block there" in answer
+    assert "Refusing prefill server" in result.log("decode")
+    assert not any(result.chunks)
+
+
+@pytest.mark.slow
+def test_another_page_size_is_refused_and_nothing_dies(pair):
+    rounds = [Round(prompts([20], 1), 2, "refused"), Round(prompts([30], 2), 2, "refused again")]
+    small = replace(PREFILL, page=16)
+    result = pair(PdCase(small, DECODE, rounds, env={"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "8"}, audit=False))
+    for answer in [a for answers in result.answers for a in answers]:
+        assert "Page size mismatch" in answer
+
+
+@pytest.mark.slow
+def test_300_requests_in_a_row(pair, single):
+    """Accuracy by position in the run: a slow leak or drift would show late. Every answer counts."""
+    rng = random.Random(5)
+    rounds = [Round(prompts([rng.randrange(1, 200) for _ in range(15)], i), 3, f"{i}") for i in range(20)]
+    case = PdCase(replace(PREFILL, chunked=128), DECODE, rounds, audit=False)
+    result = pair(case)
+    expected, _ = single(rounds, DECODE.page)
+    wrong = [
+        (number * 15 + i)
+        for number in range(20)
+        for i, (got, want) in enumerate(zip(result.answers[number], expected.answers[number], strict=True))
+        if isinstance(got, str) or got.tokens != want.tokens
+    ]
+    assert not wrong, f"wrong requests, by position in the run: {wrong}"
+
+
+@pytest.mark.slow
+def test_demo(tmp_path, show):
+    rows = show(run_pd_demo, tmp_path, lengths=(1, 129))
+    assert all(r.equal for r in rows)
+    assert [r.segments for r in rows] == [2, 2 * 3] and [r.token_segments for r in rows] == [2, 2 * 129]
+
+
+def test_specs_are_what_the_docstring_says():
+    assert EngineSpec(block=1, page=64) == PREFILL and (DECODE.tp, DECODE.dcp, DECODE.block) == (2, 2, 64)
