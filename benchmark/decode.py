@@ -120,8 +120,8 @@ def _stock_triton(backend: kit.TritonRank, q: torch.Tensor, pool: torch.Tensor) 
     return out
 
 
-def triton_kernel_alone(inputs: Inputs, layout: DcpLayout) -> Any:
-    """The same shard without LSE, guard and query concatenation: what those cost is the difference."""
+def sglang_kernel(inputs: Inputs, layout: DcpLayout) -> Any:
+    """SGLang's own decode kernels over the same shard: no LSE over the splits, no guard."""
     cell = inputs.cell
     backend = kit.TritonRank(layout, 0, inputs.pools[0], inputs.tables[layout], cell.heads, CONTEXT_LIMIT)
     backend.split(backend.index(inputs.req_rows, inputs.seq_lens))
@@ -258,7 +258,7 @@ def run_cell(cell: Cell, backends: list[str], seconds: float) -> dict[str, Any]:
         for layout in cell.layouts()
     }
     if cell.dcp_size > 1 and "triton" in backends:
-        bodies["triton kernel alone B64"] = triton_kernel_alone(inputs, cell.layouts()[0])
+        bodies["SGLang kernel B64"] = sglang_kernel(inputs, cell.layouts()[0])
     attention = {
         name: Timing(t.median / layers, t.p10 / layers, t.p90 / layers, t.count)
         for name, t in timed(bodies, seconds).items()
@@ -325,7 +325,7 @@ def _ratio(a: float | None, b: float | None) -> str:
 def show(result: dict[str, Any], console: Console) -> None:
     whole = {(c["batch"], c["context"]): c for c in result["cells"] if c["dcp_size"] == 1}
     table = Table(title=f"decode attention of one layer, us per layer, {result['environment']['gpu']}")
-    for column in ("P", "batch", "context", "tri B64", "tri B64/B1", "tri/alone", "tri/DCP1", "fi B64", "fi B64/B1",
+    for column in ("P", "batch", "context", "tri B64", "tri B64/B1", "tri/SGLang", "tri/DCP1", "fi B64", "fi B64/B1",
                    "fi/DCP1", "tri/fi", "tri bw", "fi bw", "idx tri", "/stock", "idx fi", "/stock"):  # fmt: skip
         table.add_column(column, justify="right")
     copy = result["copy_bytes_per_second"]
@@ -339,7 +339,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(
             str(c["dcp_size"]), str(c["batch"]), str(c["context"]),
             "" if tri is None else f"{tri:.1f}", "" if block == "B1" else _ratio(tri, get("triton B1")),
-            _ratio(tri, get("triton kernel alone B64")),
+            _ratio(tri, get("SGLang kernel B64")),
             _ratio(tri, one and _median(one, "attention_us", "triton B1")) if block == "B64" else "",
             "" if fi is None else f"{fi:.1f}", "" if block == "B1" else _ratio(fi, get("flashinfer B1")),
             _ratio(fi, one and _median(one, "attention_us", "flashinfer B1")) if block == "B64" else "",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_dcp_block.attention.combine_splits import combine_splits
+from sglang_dcp_block.attention.mla_decode import mla_decode
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.runtime import active_layout, active_rank
 
@@ -84,35 +84,25 @@ def forward_decode(
     """
     if not _is_mla(q_rope, layer):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-    from sglang.kernels.ops.attention import decode_attention
-
     if k is not None and save_kv_cache:
         _write_kv(backend, layer, forward_batch, k, k_rope)
     heads = layer.tp_q_head_num
-    q_all = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope.reshape(q.shape[0], heads, -1)], dim=-1)
-    out = torch.empty((q_all.shape[0], heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((q_all.shape[0], heads), dtype=torch.float32, device=q.device)
-    pool, meta = backend.token_to_kv_pool, backend.forward_metadata
-    # A split that holds no row stores nothing, so its LSE must read as "no row", not as the last layer's value.
-    meta.attn_lse.fill_(float("-inf"))
-    k_buffer, v_buffer = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-    decode_attention._decode_grouped_att_m_fwd(
-        q_all,
-        k_buffer,
-        v_buffer,
-        meta.attn_logits,
-        meta.attn_lse,
+    q_nope, q_rope = q.view(-1, heads, layer.v_head_dim), q_rope.reshape(q.shape[0], heads, -1)
+    out = torch.empty(q_nope.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q.device)
+    meta = backend.forward_metadata
+    mla_decode(
+        q_nope,
+        q_rope,
+        backend.token_to_kv_pool.get_key_buffer(layer.layer_id),
         meta.kv_indptr,
         meta.kv_indices,
-        meta.num_kv_splits,
-        backend.max_kv_splits,
         layer.scaling,
-        0.0,
-        has_mla=True,
-        use_pdl=backend.use_pdl,
-        uneven_batch=meta.uneven_batch,
+        meta.attn_logits,
+        meta.attn_lse,
+        out,
+        lse,
     )
-    combine_splits(meta.attn_logits, meta.attn_lse, meta.kv_indptr, out, lse)
     return out.view(-1, heads * layer.v_head_dim), lse
 
 
