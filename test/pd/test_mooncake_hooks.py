@@ -6,6 +6,7 @@ must still hold its canary.
 
 import json
 import logging
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -560,6 +561,15 @@ def test_a_check_of_sglang_that_raises_fails_the_requests_not_the_scheduler(boot
 
 
 def test_a_silent_prefill_is_asked_again_later():
+    decode = Decode("127.0.0.1:9")
+    assert ask(decode, "127.0.0.1:9", lambda *_: True) is False
+    assert not decode.failures
+
+
+def test_a_prefill_that_is_not_up_yet_is_asked_again_later(monkeypatch):
+    import requests
+
+    monkeypatch.setattr(requests, "get", lambda *_, **__: SimpleNamespace(status_code=503))
     decode = Decode("127.0.0.1:9")
     assert ask(decode, "127.0.0.1:9", lambda *_: True) is False
     assert not decode.failures

@@ -91,6 +91,8 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
 
     try:
         response = requests.get(f"http://{bootstrap_addr}{wire.ROUTE}", timeout=5)
+        if response.status_code >= 500:  # not up yet, or a proxy's word: says nothing about the plugin
+            raise requests.HTTPError(f"HTTP status {response.status_code}")
         answer = response.json() if response.status_code == 200 else None
     except (requests.RequestException, ValueError) as error:
         logger.error("No answer from prefill server %s (%s); will ask again", bootstrap_addr, error)
