@@ -84,8 +84,8 @@ def workload(dcp: int) -> list[Round]:
     long = prompt(420)
     return [
         Round([prompt(n) for n in lengths(dcp)], 6, "lengths"),
-        # 110 tokens cross blocks of 64 and, from 200 on, cycles of 128 and 256
-        Round([prompt(200, seed=1), prompt(37, seed=1)], 110, "long"),
+        # Decode crosses blocks of 64, and from 200 on cycles of 128 (P = 2) and 256 (P = 4).
+        Round([prompt(200, seed=1), prompt(37, seed=1)], 110 if dcp == 2 else 62, "long"),
         # the whole prompt, all but one token, and cuts in mid-block and mid-cycle, then new tokens
         Round(
             [prompt(331), long[:-1], *(long[:cut] + prompt(9, seed=cut) for cut in (70, 128, 150, 200, 300))],
@@ -182,6 +182,9 @@ SCENARIOS = [
     Scenario("dcp8-triton", dcp(8, 64, "triton", heads=8), LONG_PREFIX, _cached, slow=True),
 ]
 
+#: Copies of KV to the host: HiCache, which is refused, and a PD decode server's retraction.
+NOT_REACHED = {"sglang.srt.layers.dcp.layout:maybe_dcp_kernel_indices"}
+
 _called: Counter[str] = Counter()
 _passed: set[str] = set()
 
@@ -252,6 +255,6 @@ def test_every_hook_ran() -> None:
     wanted = {*(str(c) for c in CELLS if not c.slow), *(s.name for s in SCENARIOS if not s.slow)}
     if wanted - _passed:
         pytest.skip("some cells didn't run")
-    functions = [h for h in HOOKS if h.test == "test/engine/test_matrix.py" and h.kind != "add"]
-    assert functions
-    assert not [h.target for h in functions if not _called[h.target]]
+    functions = {h.target for h in HOOKS if h.test == "test/engine/test_matrix.py" and h.kind != "add"}
+    assert functions > NOT_REACHED
+    assert {target for target in functions if not _called[target]} == NOT_REACHED

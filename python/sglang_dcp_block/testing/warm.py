@@ -22,6 +22,7 @@ import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -170,12 +171,16 @@ class WarmProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         if self._status is None:
-            self._connection.settimeout(timeout)
-            try:
-                self._status = int(self._stream.readline() or "-1")
-            except TimeoutError as error:
-                raise subprocess.TimeoutExpired("run_case", timeout or 0) from error
+            # Not a socket timeout: a stream that timed out once refuses further reads.
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("run_case", timeout or 0)
+            self._status = int(self._stream.readline() or "-1")
         return self._status
+
+    def close(self) -> None:
+        """Hang up: the process is killed, as it is when this session dies."""
+        self._stream.close()
+        self._connection.close()
 
 
 def _handle(connection: socket.socket) -> None:
@@ -205,9 +210,16 @@ def _handle(connection: socket.socket) -> None:
         os._exit(1)
     stream.write(f"{pid}\n")
     stream.flush()
-    _, status = os.waitpid(pid, 0)
+    status = None
+    while status is None:
+        gone, _, _ = select.select([connection], [], [], 0.1)  # readable: the test session ended
+        if gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        ended, code = os.waitpid(pid, 0 if gone else os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if ended else None
     with contextlib.suppress(OSError):
-        stream.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        stream.write(f"{status}\n")
         stream.flush()
 
 
@@ -218,8 +230,6 @@ def _serve_engines(address: str) -> None:
     listener.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
     print("ready", flush=True)
-    import select
-
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
