@@ -693,8 +693,8 @@ def run_pd(
             running[pair.name] = RunningPair(pair, model, work)
         for name, pair in list(running.items()):
             try:
-                pair.prefill.wait_ready(min(deadline, time.monotonic() + 240))
-                pair.decode.wait_ready(min(deadline, time.monotonic() + 120))
+                pair.prefill.wait_ready(deadline - 30)
+                pair.decode.wait_ready(deadline - 30)
             except RuntimeError as error:
                 found["failed"][name] = str(error)
                 running.pop(name).stop()

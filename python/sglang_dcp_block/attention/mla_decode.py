@@ -15,7 +15,7 @@ may hold both launches.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class _Shape(NamedTuple):
 _SHAPES = (
     (16, _Shape(16, 32, 4, 3, 2)),
     (32, _Shape(32, 32, 4, 3, 2)),
-    (1 << 30, _Shape(64, 64, 8, 2, 1)),
+    (1 << 30, _Shape(64, 64, 8, 3, 1)),
 )
 
 
@@ -191,7 +191,7 @@ def _join_kernel(
         tl.store(lse + n * stride_ln + head, joined, mask=real)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
