@@ -11,6 +11,7 @@ Everything runs on :data:`DEVICE`: the GPU, or the CPU under ``TRITON_INTERPRET=
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -515,7 +516,10 @@ def capture(body: Callable[[], Any], warmups: int = 2) -> torch.cuda.CUDAGraph:
 def time_alternating(
     runs: dict[str, Callable[[], Any]], seconds: float = 0.3, least: int = 15, most: int = 400
 ) -> dict[str, Timing]:
-    """Each callable timed with events, in turns, so that a drift of the clocks meets all of them alike."""
+    """Each callable timed with events, in turns, so that a drift of the clocks meets all of them alike.
+
+    Every round has another order: what the one before leaves in the cache would favour a fixed neighbour.
+    """
     for run in runs.values():
         run()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -529,10 +533,12 @@ def time_alternating(
         name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
         for name in runs
     }
+    order, rng = list(runs), random.Random(0)
     for i in range(rounds):
-        for name, run in runs.items():
+        rng.shuffle(order)
+        for name in order:
             marks[name][i][0].record()
-            run()
+            runs[name]()
             marks[name][i][1].record()
     torch.cuda.synchronize()
     return {name: timing([a.elapsed_time(b) * 1e3 for a, b in pairs]) for name, pairs in marks.items()}
