@@ -266,7 +266,7 @@ def test_a_peer_that_answers_but_takes_nothing_fails_the_request_only(monkeypatc
 def test_a_live_peer_is_not_blacklisted_and_a_dead_one_is(monkeypatch):
     monkeypatch.setattr(ours, "RETRY_PAUSE_S", 0.001)
     engine = CopyEngine(refuse=lambda number, segments: -1)
-    prefill, peers = Prefill(engine, 40, 16), peers_of(DcpLayout(2, 16), 16)
+    prefill, peers = Prefill(engine, 40, 16), peers_of(DcpLayout(2, 16), 16)[:1]
     run_request(prefill, peers, Request(100), room=1)
     assert not prefill.manager.failed_sessions
     engine.dead.add(peers[0].session)
@@ -598,8 +598,7 @@ def test_every_hook_ran():
 
     prefill, peers = Prefill(CopyEngine(refuse=lambda *_: 0), 40, 16), peers_of(DcpLayout(2, 16), 16)
     assert succeeded(run_request(prefill, peers, Request(77), room=1)[0])
-    direct = {"try_ensure_parallel_info"}  # called directly above, with a recorded original
-    missing = [
-        h.target for h in ours.MOONCAKE_HOOKS if h.target.split(".")[-1] not in direct and not call_counts[h.target]
-    ]
+    # The first is called directly above; a launcher calls the second, in test_engines.py.
+    elsewhere = ("try_ensure_parallel_info", "start_disagg_service")
+    missing = [h.target for h in ours.MOONCAKE_HOOKS if not call_counts[h.target] and not h.target.endswith(elsewhere)]
     assert not missing
