@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from sglang_dcp_block.testing.accuracy_stats import paired, score  # noqa: E402
 from tiny_math import problems  # noqa: E402  (the generator lives beside the trainer, outside the package)
 from tiny_math.tokenizer import BOS, Tokenizer  # noqa: E402
+
+from sglang_dcp_block.testing.accuracy_stats import paired, score  # noqa: E402
 
 MODEL = ROOT / "models" / "tiny_math"
 WORKED_ANSWER_TOKENS = 40  # the longest worked answer has 36

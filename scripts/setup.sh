@@ -31,7 +31,8 @@ fi
 stamp=.venv/installed-$(sha256sum pyproject.toml | cut -c1-16)-${extras//,/-}
 if ! [ -f "$stamp" ]; then
     echo "setup: installing sglang and sglang-dcp-block[$extras] (about 10 GB, a minute or two)"
-    .venv/bin/python -m pip install --quiet --upgrade uv
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade uv
     .venv/bin/python -m uv pip install --quiet --python .venv/bin/python -e ".[$extras]"
     touch "$stamp"
 fi

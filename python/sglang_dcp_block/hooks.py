@@ -41,8 +41,7 @@ class Hook:
         target: ``module:name`` or ``module:Class.name`` in the installed SGLang.
         replacement: ``module:name`` in this package. See ``kind`` for how it is called.
         kind: ``replace`` (called instead), ``around`` (called with the original as first argument),
-            ``add`` (the target is a list; the replacement is the value to append), ``call`` (the replacement calls
-            the target, which is private to SGLang: its source is checked, nothing is patched).
+            ``add`` (the target is a list; the replacement is the value to append).
         source: first 16 hex digits of the SHA-256 of the target's source text in the supported SGLang version.
         scope: key of ``plugin.SCOPES``: when the hook is installed.
         why: what goes wrong without it.
@@ -148,8 +147,6 @@ def install(hooks: Iterable[Hook], advice: str = "install the sglang version thi
         raise HookError(f"sglang-dcp-block: {'; '.join(problems)}. Refusing to start: {advice}.")
     replaced: dict[int, Any] = {}
     for hook in pending:
-        if hook.kind == "call":
-            continue
         holder, name, original = _resolve(hook.target)
         if hook.kind == "add":
             patched: Any = original

@@ -271,15 +271,6 @@ HOOKS: tuple[Hook, ...] = (
         "prefill pairs query heads with 1/P of the key heads, without an error",
         "test/engine/test_matrix.py",
     ),
-    Hook(
-        "sglang.kernels.ops.attention.decode_attention:_decode_grouped_att_m_fwd",
-        f"{_US}.attention.triton_mla:forward_decode",
-        "call",
-        "82ccdf713d17a7ec",
-        "triton",
-        "not patched but called: a private first stage that may change without notice",
-        "test/gpu/test_decode.py",
-    ),
     # -- P->D over Mooncake
     *MOONCAKE_HOOKS,
 )

@@ -25,6 +25,7 @@ from sglang.test.test_utils import (
     popen_launch_server,
     terminate_and_kill_process_tree,
 )
+
 from sglang_dcp_block.testing.accuracy_stats import paired, score
 
 register_cuda_ci(est_time=2400, stage="extra-b", runner_config="8-gpu-h200")

@@ -3,6 +3,7 @@
 from math import comb, sqrt
 
 import pytest
+
 from sglang_dcp_block.testing.accuracy_stats import paired, paired_interval, score
 
 Z = 1.959963984540054

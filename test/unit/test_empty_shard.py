@@ -3,6 +3,7 @@
 import pytest
 import torch
 from brute_force import between, deal
+
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp.layout import DcpLayout
 

@@ -9,6 +9,7 @@ import torch
 from brute_force import between, deal
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_dcp_block.dcp import gather
 from sglang_dcp_block.dcp.gather import gather_order, gather_prefix
 from sglang_dcp_block.dcp.layout import DcpLayout

@@ -12,6 +12,7 @@ import triton.language as tl
 from brute_force import BLOCKS, SIZES, between, deal
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.kernels import shard_rows_from_table, shard_slots_from_stream
 from sglang_dcp_block.dcp.layout import DcpLayout

@@ -10,6 +10,7 @@ import torch
 from brute_force import deal
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.mem_cache.kv_write import check_pool_rows, write_mla_kv
 

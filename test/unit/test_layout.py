@@ -8,6 +8,7 @@ import torch
 from brute_force import BLOCKS, SIZES, between, deal, edge_lengths
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_dcp_block.dcp.layout import DcpLayout
 
 CELLS = [(p, b) for p in SIZES for b in BLOCKS]

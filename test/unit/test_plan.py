@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation.plan import Segments, addresses, plan_same_layout, plan_segments
 

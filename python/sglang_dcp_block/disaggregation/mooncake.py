@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dcp_block import __version__, hooks, runtime
+from sglang_dcp_block import __version__, hooks, metrics, runtime
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation import wire
 from sglang_dcp_block.disaggregation.plan import addresses, plan_segments
@@ -176,7 +176,10 @@ def validate_peer_state_layout(
     original: Callable[..., tuple[bool, str | None]], manager: Any, registration: Any
 ) -> tuple[bool, str | None]:
     refusal = getattr(registration.dst_dcp_size, "refusal", None)
-    return (False, refusal) if refusal else original(manager, registration)
+    if refusal:
+        metrics.record_refused_peer("layout")
+        return False, refusal
+    return original(manager, registration)
 
 
 # -- prefill side: the send --------------------------------------------------------------------------------------------
@@ -254,7 +257,10 @@ def send_kvcache_dcp(
             (planned - began) * 1e6,
             (time.perf_counter() - planned) * 1e6,
         )
-    return 0 if problem is None else _fail_request(manager, mooncake_session_id, problem)
+    if problem is not None:
+        return _fail_request(manager, mooncake_session_id, problem)
+    metrics.record_transfer(src.size, int(sizes.sum()), time.perf_counter() - planned)
+    return 0
 
 
 def _paired_layers(manager: Any, dst_ptrs: list[int], dst_layer_ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -302,6 +308,7 @@ def send_batches(
             return f"{what} with code {code} on try {retries + 1}, although decode session {session} answers", calls
         time.sleep(RETRY_PAUSE_S * (1 << retries))
         retries += 1
+        metrics.record_retry()
         batch = max(1, batch // 4)
         logger.warning("%s with code %d; trying again with %d segments at once", what, code, batch)
     return None, calls
