@@ -166,8 +166,8 @@ HOOKS: tuple[Hook, ...] = (
         "replace",
         "d8edfc7e85ab756c",
         "block",
-        "a retracted request's KV is copied from and to the wrong rows",
-        "test/engine/test_matrix.py",
+        "a PD decode server's retracted KV is copied from and to the wrong rows",
+        "test/unit/test_gather.py",
     ),
     Hook(
         "sglang.kernels.ops.kvcache.mla_buffer:set_mla_kv_buffer_dcp_sharded_triton",
