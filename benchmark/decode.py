@@ -206,7 +206,7 @@ def flashinfer_index(inputs: Inputs, layout: DcpLayout, stock: bool) -> Any:
         ):
             total = plan(lens, work_indptr, work, True, {"kv_len_arr_cpu": lens_cpu}, cell.batch)
             rows = work[:total]
-            rows.copy_(rows // p if stock else layout.local_index(rows))
+            rows.copy_(layout.local_index(rows))
 
     return body
 
