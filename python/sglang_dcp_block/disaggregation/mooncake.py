@@ -132,7 +132,7 @@ def from_zmq(original: Callable[..., Any], cls: type, message: list[bytes]) -> A
     return info
 
 
-def requires_dcp_relayout(original: Callable[..., bool], manager: Any, dst_dcp_size: int, dst_dcp_rank: int) -> bool:
+def requires_dcp_relayout(original: Callable[..., bool], manager: Any, dst_dcp_size: Any, dst_dcp_rank: int) -> bool:
     if _is_stock(manager, dst_dcp_size):
         return original(manager, dst_dcp_size, dst_dcp_rank)
     peer, mine = dst_dcp_size, _geometry(manager)
@@ -148,7 +148,7 @@ def requires_dcp_relayout(original: Callable[..., bool], manager: Any, dst_dcp_s
 
 
 def prepare_dcp_token_item_lens(
-    original: Callable[..., list[int]], manager: Any, dst_page_item_lens: list[int | None], dst_dcp_size: int
+    original: Callable[..., list[int]], manager: Any, dst_page_item_lens: list[int | None], dst_dcp_size: Any
 ) -> list[int]:
     if _is_stock(manager, dst_dcp_size):
         return original(manager, dst_page_item_lens, dst_dcp_size)

@@ -251,7 +251,7 @@ def _slow(plan: Any, *pages: Any, **rest: Any) -> Any:
     return plan(*pages, **rest)
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[..., Any]] = {
     "owner flip": _owner_flip,
     "destination off by one": _destination_off_by_one,
     "block order swapped": _block_order_swapped,
