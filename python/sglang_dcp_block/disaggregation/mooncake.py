@@ -139,7 +139,7 @@ def requires_dcp_relayout(original: Callable[..., bool], manager: Any, dst_dcp_s
     theirs = peer.geometry or wire.KvGeometry(int(peer), 1, mine.page_size, mine.kv_dtype)
     if peer.refusal is None and theirs.dcp_size != int(peer):
         peer.refusal = f"the decode server registered DCP size {int(peer)} but its frame says {theirs.dcp_size}."
-    if peer.refusal is None and getattr(manager.kv_args, "num_draft_entries", 0):
+    if peer.refusal is None and manager.kv_args.num_draft_entries:
         peer.refusal = "speculative decoding is not supported with --dcp-block-size: start prefill without it."
     peer.refusal = peer.refusal or wire.refusal(mine, theirs)
     if peer.refusal is not None:
