@@ -90,6 +90,7 @@ def test_extend_over_the_gathered_prefix_is_as_exact_as_stock_dcp1(layout: DcpLa
         extend_attention_fwd=extend_attention_fwd,
         token_to_kv_pool=kit.Pool(batch.pools[rank], layout, rank),
         forward_metadata=SimpleNamespace(
+            custom_mask=None,
             kv_indptr=torch.zeros(len(e.new) + 1, dtype=torch.int32, device=DEVICE),
             qo_indptr=indptr(e.new, torch.int64),
             max_extend_len=max(e.new),
@@ -154,6 +155,7 @@ def test_extend_without_prefix_is_plain_causal_attention(heads: int, report) -> 
         extend_attention_fwd=extend_attention_fwd,
         token_to_kv_pool=kit.Pool(pool, layout, 0),
         forward_metadata=SimpleNamespace(
+            custom_mask=None,
             kv_indptr=torch.zeros(len(lens) + 1, dtype=torch.int32, device=DEVICE),
             qo_indptr=indptr(lens, torch.int64),
             max_extend_len=max(lens),

@@ -63,6 +63,13 @@ def _is_mla(q_rope: torch.Tensor | None, layer: Any) -> bool:
     return q_rope is not None and layer.tp_k_head_num == 1
 
 
+def _refuse_extras(what: str, extras: dict[str, Any]) -> None:
+    """An argument that a layer passes and nobody reads would change its answers without a word."""
+    given = sorted(name for name, value in extras.items() if value is not None)
+    if given:
+        raise NotImplementedError(f"MLA {what} under DCP on the Triton backend takes no {', '.join(given)}")
+
+
 def _write_kv(backend: Any, layer: Any, forward_batch: Any, k: torch.Tensor, k_rope: torch.Tensor) -> None:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -84,6 +91,7 @@ def forward_decode(
     """
     if not _is_mla(q_rope, layer):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    _refuse_extras("decode", kwargs)
     if k is not None and save_kv_cache:
         _write_kv(backend, layer, forward_batch, k, k_rope)
     heads = layer.tp_q_head_num
@@ -116,9 +124,10 @@ def forward_extend(
     """
     if not backend.use_mla or layer.tp_k_head_num not in (1, layer.tp_q_head_num):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-    if any(value is not None for value in kwargs.values()):
-        raise NotImplementedError(f"MLA extend under DCP on the Triton backend takes no {sorted(kwargs)}")
+    _refuse_extras("extend", kwargs)
     meta = backend.forward_metadata
+    if meta.custom_mask is not None:
+        raise NotImplementedError("MLA extend under DCP on the Triton backend takes no custom mask: drop speculation")
     heads = layer.tp_q_head_num
     pool = backend.token_to_kv_pool
     if _is_mla(q_rope, layer):
