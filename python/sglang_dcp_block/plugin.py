@@ -373,9 +373,24 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
     # Attention backends and models were imported in between.
     hooks.verify()
     if wanted:
+        check_virtual_page(setup.layout, scheduler.page_size, scheduler.token_to_kv_pool_allocator.page_size)
         metrics.start_for_scheduler(scheduler)
         described = layout_record(setup.layout, scheduler.page_size)
         logger.info("DCP layout in force: %s, %d hooks", json.dumps(described), len(wanted))
+
+
+def check_virtual_page(layout: DcpLayout, page_size: int, allocator_page: int) -> None:
+    """Slots obey the rule of positions only if the allocator hands them out in whole virtual pages of the layout.
+
+    Raises:
+        HookError: it does not; the message has both sizes.
+    """
+    wanted = layout.virtual_page_size(page_size)
+    if allocator_page != wanted:
+        raise HookError(
+            f"sglang-dcp-block: the allocator's pages have {allocator_page} slots, but {layout} with --page-size "
+            f"{page_size} needs {wanted}: start without what changes the allocator."
+        )
 
 
 def init_parallel_runtime(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

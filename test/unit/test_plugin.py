@@ -57,6 +57,13 @@ def test_the_layout_record_tells_layouts_apart():
     assert len(set(records)) == len(records)
 
 
+def test_an_allocator_with_other_pages_stops_the_process():
+    plugin.check_virtual_page(DcpLayout(8, 64), 64, 512)
+    plugin.check_virtual_page(DcpLayout(1, 1), 16, 16)
+    with pytest.raises(HookError, match=r"pages have 64 slots, but DcpLayout\(dcp_size=8, block_size=64\).* needs 512"):
+        plugin.check_virtual_page(DcpLayout(8, 64), 64, 64)
+
+
 def test_another_sglang_version_stops_the_process(monkeypatch):
     import sglang
 
