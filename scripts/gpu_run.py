@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 from sglang_dcp_block.testing import one_gpu_testbed
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.cpu_testbed import NAME as CPU_BED
+from sglang_dcp_block.testing.engine import free_port
 from sglang_dcp_block.testing.tiny_model import TinyMla, write
 
 SGLANG_VERSION = "0.5.23"
@@ -558,12 +558,6 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
         elif value is not False:
             found += [flag, str(value)]
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Server:

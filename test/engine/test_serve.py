@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,15 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dcp_block.testing.engine import EngineSpec, log_tail
+from sglang_dcp_block.testing.engine import EngineSpec, free_port, log_tail
 
 SPEC = EngineSpec(tp=2, dcp=2, block=64, page=64, backend="flashinfer", comm="a2a")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _get(url: str, body: dict | None = None) -> dict:
@@ -37,7 +30,7 @@ def _get(url: str, body: dict | None = None) -> dict:
 def server(tmp_path_factory):
     """Base URL of a served engine, started by the command line alone."""
     log = Path(tmp_path_factory.mktemp("serve")) / "log.txt"
-    port = _free_port()
+    port = free_port()
     arguments = SPEC.engine_arguments()
     options = []
     for name, value in arguments.items():

@@ -16,6 +16,7 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.hooks import HookError
 from sglang_dcp_block.plugin import HOOKS, SCOPES, Setup
 from sglang_dcp_block.server_args import DcpBlockConfig
+from sglang_dcp_block.testing.engine import free_port
 
 
 def setup(dcp: int, block: int, backend: str, is_mla: bool = True, mode: str = "null") -> Setup:
@@ -89,11 +90,7 @@ def _compare(rank: int, blocks: list[int], port: int, queue) -> None:
 
 @pytest.mark.parametrize("blocks", [[64, 64], [64, 16]], ids=["same", "rank 1 differs"])
 def test_ranks_with_different_block_sizes_all_stop(blocks):
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     ranks = [context.Process(target=_compare, args=(r, blocks, port, queue)) for r in range(2)]

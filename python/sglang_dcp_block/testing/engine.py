@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,6 +145,13 @@ class CaseResult:
 
 class EngineFailed(RuntimeError):
     """The engine's process died, hung or answered nothing; the message ends with its log's last lines."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def log_tail(log: Path, lines: int = 40) -> str:

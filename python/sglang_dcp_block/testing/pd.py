@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,6 +34,7 @@ from sglang_dcp_block.testing.engine import (
     EngineFailed,
     EngineSpec,
     Round,
+    free_port,
     log_tail,
     run,
 )
@@ -111,12 +111,6 @@ class PdResult:
 
 def _chunks(text: str) -> list[Chunk]:
     return [Chunk(m[1], *map(int, m.groups()[1:])) for m in _CHUNK.finditer(text)]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
