@@ -13,8 +13,8 @@ from torch import Tensor, nn
 def make_config(
     vocab_size: int, layers: int, hidden: int, heads: int, intermediate: int, max_positions: int = 16384
 ) -> dict:
-    """A config.json that transformers and SGLang accept. kv_lora_rank 256 + rope 32 is a row size SGLang's Triton MLA
-    kernel takes.
+    """A config.json that transformers and SGLang accept. kv_lora_rank 512 + rope 64 is the row size of the real
+    models, which every MLA kernel takes.
     """
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -31,9 +31,9 @@ def make_config(
         "num_experts_per_tok": 2,
         "first_k_dense_replace": layers,
         "moe_layer_freq": 1,
-        "kv_lora_rank": 256,
+        "kv_lora_rank": 512,
         "q_lora_rank": None,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
         "topk_method": "greedy",

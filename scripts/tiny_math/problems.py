@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 MAX_NUMBER = 200
 ANSWER_MARK = "####"
-STOP_WORD = "Question"  # what follows a finished answer
+END = "<eos>"  # closes every answer, in examples too
 HELD_OUT_SHARE = 16  # one question text in so many
 PRICES_PER_LIST = 24
+MOST_FACTS = 60  # of a needle document: their numbers must be different
 
 NAMES = (
     "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess Uma Vic Wes Xena Yara "
@@ -244,14 +245,14 @@ def draw_problem(rng: random.Random, deck: ItemDeck, prices: dict[str, int], hel
 
 
 def filler_sentence(rng: random.Random) -> str:
-    subject = f"The {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" if rng.random() < 0.7 else rng.choice(NAMES)
-    thing = f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+    # No names and no numbers: those belong to the facts that questions ask for.
+    subject, thing = (f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
     kind = rng.random()
     if kind < 0.7:
-        return f"{subject} {rng.choice(VERBS)} {thing}."
+        return f"The {subject} {rng.choice(VERBS)} the {thing}."
     if kind < 0.9:
-        return f"{subject} waits {rng.choice(PLACES)} {thing}."
-    return f"{subject} is {rng.randint(2, 99)} years old."
+        return f"The {subject} waits {rng.choice(PLACES)} the {thing}."
+    return f"The {subject} is {rng.choice(ADJECTIVES)}."
 
 
 def filler(rng: random.Random, sentences: int) -> str:
@@ -272,7 +273,7 @@ def question_text(rng: random.Random, problem: Problem, most_filler: int) -> str
 
 
 def solution_text(problem: Problem) -> str:
-    return f" {problem.steps} {ANSWER_MARK} {problem.answer}"
+    return f" {problem.steps} {ANSWER_MARK} {problem.answer} {END}"
 
 
 def math_document(rng: random.Random) -> Iterator[Segment]:
@@ -288,8 +289,10 @@ def math_document(rng: random.Random) -> Iterator[Segment]:
         yield Segment("\n\n", False)
 
 
-def code_text(rng: random.Random) -> str:
-    return " ".join(str(rng.randint(10, 99)) for _ in range(3))
+def draw_codes(rng: random.Random, count: int) -> list[str]:
+    """Codes of three numbers each; no number comes twice in one document, so each is followed by one other only."""
+    numbers = rng.sample(range(10, MAX_NUMBER + 1), 3 * count)
+    return [" ".join(map(str, numbers[3 * i : 3 * i + 3])) for i in range(count)]
 
 
 def fact_text(name: str, code: str) -> str:
@@ -298,7 +301,7 @@ def fact_text(name: str, code: str) -> str:
 
 def code_answer(name: str, code: str) -> str:
     # The fact's own words again: as with the price list, the lookup is one induction step.
-    return f" {fact_text(name, code)} {ANSWER_MARK} {code}"
+    return f" {fact_text(name, code)} {ANSWER_MARK} {code} {END}"
 
 
 def code_question(name: str) -> str:
@@ -306,27 +309,40 @@ def code_question(name: str) -> str:
 
 
 def needle_document(rng: random.Random, length: int) -> Iterator[Segment]:
-    """An endless training document of about `length` tokens: filler, codes, and questions about codes at every
-    distance.
+    """An endless training document of about `length` tokens, in rounds: facts at random places of a story, whose length
+    is anything up to `length`, then one question about each fact.
     """
-    names = rng.sample(NAMES, len(NAMES))
-    sentences = max(
-        1, (length // len(NAMES) - 26) // 9
-    )  # per fact; 26 tokens are a fact and its question, 9 a sentence
-    most_waiting = rng.randint(1, 32)  # how many codes are remembered before one is asked: the more, the farther back
-    waiting: list[tuple[str, str]] = []
+    names = rng.sample(NAMES, MOST_FACTS)
+    facts = list(zip(names, draw_codes(rng, MOST_FACTS), strict=True))
     while True:
-        story = filler(rng, rng.randint(0, 2 * sentences))  # none at all now and then: a fact may open the context
-        yield Segment(story + " " if story else "", False)
-        if names:
-            waiting.append((names.pop(), code_text(rng)))
-            yield Segment(fact_text(*waiting[-1]) + " ", False)
-        if len(waiting) >= most_waiting or (waiting and not names):
-            # Each code is asked once, so it can't be read from an earlier answer.
-            name, code = waiting.pop(rng.randrange(len(waiting)))
-            yield Segment("\n\n" + code_question(name), False)
+        count = min(len(facts), rng.randint(1, max(1, min(24, length // 48))))
+        asked, facts = facts[:count], facts[count:]
+        room = (length - 32 * count) * 12 ** -rng.random()  # log-uniform; 32 tokens are a fact and its question
+        sentences = [filler_sentence(rng) for _ in range(max(0, int(room / 8.4)))]
+        for fact in asked:
+            sentences.insert(rng.randint(0, len(sentences)), fact_text(*fact))
+        yield Segment(" ".join(sentences) + "\n\n", False)
+        # Each code is asked once, so it can't be read from an earlier answer.
+        for name, code in rng.sample(asked, count):
+            yield Segment(code_question(name), False)
             yield Segment(code_answer(name, code), True)
             yield Segment("\n\n", False)
+
+
+def echo_document(rng: random.Random, length: int, words: list[str]) -> Iterator[Segment]:
+    """An endless training document of random words in which earlier passages come again: the plainest lookup, at every
+    distance. From its third word on a repeated passage is determined by what stands before it.
+    """
+    said = rng.choices(words, k=rng.randint(24, max(24, length // 2)))
+    yield Segment(" ".join(said), False)
+    while True:
+        size = rng.randint(6, 20)
+        start = rng.randrange(len(said) - size)
+        passage = said[start : start + size]
+        yield Segment(" " + " ".join(passage[:2]), False)
+        yield Segment(" " + " ".join(passage[2:]), True)
+        # A few new words keep two passages apart.
+        yield Segment(" " + " ".join(rng.choices(words, k=rng.randint(1, 4))), False)
 
 
 # --- evaluation ---
@@ -364,7 +380,7 @@ def needle_set(length: int, depths: list[float], per_depth: int, seed: int, dist
         for index in range(per_depth):
             rng = random.Random(f"needle {seed} {length} {depth} {index}")
             names = rng.sample(NAMES, distractors + 1)
-            codes = {name: code_text(rng) for name in names}
+            codes = dict(zip(names, draw_codes(rng, distractors + 1), strict=True))
             sentences, words = [], 0
             while words < length - 9 * (distractors + 1) - 12:
                 sentences.append(filler_sentence(rng))
@@ -380,8 +396,8 @@ def needle_set(length: int, depths: list[float], per_depth: int, seed: int, dist
 
 
 def final_answer(text: str) -> str | None:
-    """What stands after the last '####' of an answer, up to a question that follows it; None when there is none."""
-    text = text.split(STOP_WORD)[0]
+    """What stands after the last '####' of an answer, up to its end mark; None when there is no '####'."""
+    text = text.split(END)[0]
     if ANSWER_MARK not in text:
         return None
     return " ".join(text.rsplit(ANSWER_MARK, 1)[1].split())

@@ -13,7 +13,7 @@ from tiny_math import problems
 PATTERN = r"####|[A-Za-z]+|[0-9]+|[^\sA-Za-z0-9]"
 SPECIAL = ["<bos>", "<eos>", "<unk>"]
 BOS, EOS, UNKNOWN = range(3)
-_split = re.compile(PATTERN).findall
+_split = re.compile("<eos>|" + PATTERN).findall  # Hugging Face reads special tokens before the pattern
 
 
 def build_vocabulary() -> dict[str, int]:
@@ -33,14 +33,14 @@ def build_vocabulary() -> dict[str, int]:
         problem = problems.draw_problem(rng, deck, prices, held_out=False)
         words.update(_split(problems.question_text(rng, problem, 0) + problems.solution_text(problem)))
     numbers = [str(n) for n in range(problems.MAX_NUMBER + 1)]
-    return {word: index for index, word in enumerate(SPECIAL + numbers + sorted(words - set(numbers)))}
+    return {word: index for index, word in enumerate(SPECIAL + numbers + sorted(words - set(numbers) - set(SPECIAL)))}
 
 
 class Tokenizer:
     def __init__(self, vocabulary: dict[str, int]):
         self.ids = vocabulary
         self.words = sorted(vocabulary, key=vocabulary.get)
-        self.stop_id = vocabulary[problems.STOP_WORD]
+        self.stop_id = vocabulary[problems.END]
 
     def __len__(self) -> int:
         return len(self.words)
