@@ -1,6 +1,6 @@
 """Train the tiny MLA model, evaluate it in float32 and write a checkpoint that transformers and SGLang load.
 
-    python scripts/tiny_math/train.py --out DIR [--minutes 6] [--seed 0] [--init CHECKPOINT]
+    python scripts/tiny_math/train.py --out DIR [--minutes 6] [--seed 0]
 
 Writes config.json, model.safetensors (bfloat16), tokenizer.json, tokenizer_config.json and training_log.json. The
 learning rate follows the clock, so a run always ends annealed. Every half minute both tasks are asked, and the
@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_math import problems
 from tiny_math.model import TinyDeepseekV2, make_config
 from tiny_math.tokenizer import BOS, SPECIAL, Tokenizer, build_vocabulary
-from tiny_math.widen import load_widened
 
 SHORT_SHARE = 0.3  # of the time: only short contexts, where lookups are learned fastest
 SHORT_MIX = {256: 0.3, 512: 0.4, 1024: 0.3}
@@ -254,7 +253,6 @@ def load_kept(model, directory: Path) -> None:
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--init", type=Path, help="start from this checkpoint instead of from random weights")
     parser.add_argument("--minutes", type=float, default=6.0, help="training time; evaluation comes after it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=4)
@@ -278,10 +276,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = Tokenizer(build_vocabulary())
     config = make_config(len(tokenizer), arguments.layers, arguments.hidden, arguments.heads, arguments.intermediate)
-    model = TinyDeepseekV2(config)
-    if arguments.init:
-        load_widened(model, arguments.init, tokenizer)
-    model = model.to(device)
+    model = TinyDeepseekV2(config).to(device)
     log = {
         "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k != "out"},
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
