@@ -44,7 +44,7 @@ from rich.table import Table
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation.mooncake import MAX_BATCH_SEGMENTS, send_batches
-from sglang_dcp_block.disaggregation.plan import Segments, addresses, plan_segments
+from sglang_dcp_block.disaggregation.plan import Segments, Side, addresses, plan_pair
 
 ROW_BYTES = 1152
 TOKEN_PAGE = 64
@@ -183,8 +183,13 @@ def pages_of(cell: Cell, layout: DcpLayout, page_size: int) -> Pages:
     return Pages(rng.permutation(-(-cell.tokens // page_size)), rng.permutation(-(-cell.tokens // virtual)))
 
 
+def plan_rank(layout: DcpLayout, rank: int, page_size: int, pages: Pages, tokens: int) -> Segments:
+    src, dst = Side(DcpLayout(1), 0, page_size, pages.src), Side(layout, rank, page_size, pages.dst)
+    return plan_pair(src, dst, 0, tokens)
+
+
 def plan(cell: Cell, layout: DcpLayout, page_size: int, pages: Pages) -> Segments:
-    return plan_segments(*pages, page_size=page_size, layout=layout, rank=0, start=0, length=cell.tokens)
+    return plan_rank(layout, 0, page_size, pages, cell.tokens)
 
 
 def stock_lists(cell: Cell, pages: Pages, packed: bool) -> tuple[list, list, list]:
@@ -400,7 +405,7 @@ def planning(tokens: int = 1 << 20, dcp_size: int = 8, block_size: int = 64) -> 
 
     def ours(layout: DcpLayout, page_size: int, pages: Pages) -> None:
         for rank in range(dcp_size):
-            plan_segments(*pages, page_size=page_size, layout=layout, rank=rank, start=0, length=tokens)
+            plan_rank(layout, rank, page_size, pages, tokens)
 
     seconds = {
         "stock": timed(stock, 5),

@@ -28,7 +28,7 @@ from sglang_dcp_block.advise import (
     token_bytes,
 )
 from sglang_dcp_block.dcp.layout import DcpLayout
-from sglang_dcp_block.disaggregation.plan import Segments, plan_segments
+from sglang_dcp_block.disaggregation.plan import Segments, Side, plan_pair
 
 # One symbol and one colour a rank; symbols alone must be enough where there is no colour.
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -164,7 +164,8 @@ def _listed(pieces: Segments, part: slice) -> list[dict[str, int]]:
 
 def _plan(layout: DcpLayout, page_size: int, tokens: int, rank: int, pages: np.ndarray) -> Segments:
     """Segments of a whole request whose pages have these ids on both sides."""
-    return plan_segments(pages, pages, page_size=page_size, layout=layout, rank=rank, start=0, length=tokens)
+    src = Side(DcpLayout(1), 0, page_size, pages)
+    return plan_pair(src, Side(layout, rank, page_size, pages), 0, tokens)
 
 
 def _prefix(layout: DcpLayout, page_size: int, prefix: int, chunk: int) -> dict[str, Any]:

@@ -114,22 +114,21 @@ def test_a_rank_that_owns_nothing_completes_without_a_transfer():
 @pytest.mark.parametrize("mistake", ["owner flip", "destination off by one", "last chunk dropped", "block order"])
 def test_control_rows_show_a_wrong_send(mistake, monkeypatch):
     layout, ps = DcpLayout(2, 16), 16
-    plan = ours.plan_segments
+    plan = ours.plan_pair
 
-    def wrong(*args, **kwargs):
+    def wrong(src, dst, start, length):
         if mistake == "owner flip":
-            kwargs["rank"] ^= 1
-            return plan(*args, **kwargs)
-        src, dst, n = plan(*args, **kwargs)
+            dst = dst._replace(rank=dst.rank ^ 1)
+        elif mistake == "last chunk dropped" and start > 0:
+            length = 0
+        found = plan(src, dst, start, length)
         if mistake == "destination off by one":
-            dst = dst + 1
-        elif mistake == "last chunk dropped" and kwargs["start"] > 0:
-            src, dst, n = src[:0], dst[:0], n[:0]
+            found = found._replace(dst_row=found.dst_row + 1)
         elif mistake == "block order":
-            src = src[::-1]
-        return type(plan(*args, **kwargs))(src, dst, n)
+            found = found._replace(src_row=found.src_row[::-1])
+        return found
 
-    monkeypatch.setattr(ours, "plan_segments", wrong)
+    monkeypatch.setattr(ours, "plan_pair", wrong)
     prefill, peers = Prefill(CopyEngine(), 40, ps), peers_of(layout, ps)
     verdicts, want = run_request(prefill, peers, Request(4 * layout.cycle, 0, 2 * layout.cycle), room=1)
     assert succeeded(verdicts), "the status says nothing: only the rows can tell"

@@ -145,13 +145,13 @@ def test_a_long_request_stays_under_the_lanes_queue(decode_server):
 
 
 def test_control_a_destination_off_by_one_is_seen(decode_server, monkeypatch):
-    plan = ours.plan_segments
+    plan = ours.plan_pair
 
-    def wrong(*args, **kwargs):
-        src, dst, n = plan(*args, **kwargs)
-        return type(plan(*args, **kwargs))(src, dst + 1, n)
+    def wrong(*sides_and_span):
+        found = plan(*sides_and_span)
+        return found._replace(dst_row=found.dst_row + 1)
 
-    monkeypatch.setattr(ours, "plan_segments", wrong)
+    monkeypatch.setattr(ours, "plan_pair", wrong)
     prefill, (peers, _) = prefill_server(40, 16), decode_server(DcpLayout(2, 16), 8, 16)
     verdicts, want = run_request(prefill, peers, Request(128), room=1)
     assert succeeded(verdicts)

@@ -20,7 +20,7 @@ import numpy as np
 from sglang_dcp_block import __version__, hooks, metrics, runtime
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation import wire
-from sglang_dcp_block.disaggregation.plan import addresses, plan_segments
+from sglang_dcp_block.disaggregation.plan import Side, addresses, plan_pair
 from sglang_dcp_block.hooks import Hook
 
 logger = logging.getLogger(__name__)
@@ -228,15 +228,12 @@ def send_kvcache_dcp(
     page_size = manager.kv_args.page_size
     try:
         src_ptrs, dst_ptrs = _paired_layers(manager, dst_kv_ptrs, dst_layer_ids)
-        segments = plan_segments(
-            prefill_kv_indices,
-            dst_kv_indices,
-            page_size=page_size,
-            layout=layout,
-            rank=dst_dcp_rank,
-            start=decode_prefix_len + src_page_offset * page_size,
-            length=len(prefill_kv_indices) * page_size if num_kv_tokens is None else num_kv_tokens,
-            decode_prefix_len=decode_prefix_len,
+        start = decode_prefix_len + src_page_offset * page_size
+        segments = plan_pair(
+            Side(DcpLayout(1), 0, page_size, prefill_kv_indices, start),
+            Side(layout, dst_dcp_rank, page_size, dst_kv_indices, decode_prefix_len),
+            start,
+            len(prefill_kv_indices) * page_size if num_kv_tokens is None else num_kv_tokens,
         )
         src, dst, sizes = addresses(segments, src_ptrs, dst_ptrs, dcp_token_item_lens[: len(src_ptrs)])
     except (ValueError, RuntimeError) as error:

@@ -1,9 +1,9 @@
-"""Which rows of the prefill server go to which rows of one decode rank: pure arithmetic, no transport, no SGLang.
+"""Which rows of one prefill rank go to which rows of one decode rank: pure arithmetic, no transport, no SGLang.
 
-A *row* is one token's KV in one layer's buffer. A prefill server without DCP stores position t of a request in row
-``page * page_size + t % page_size`` of the page that holds it. A decode rank stores it, if it owns it at all, in a row
-of a *virtual page*, which takes :meth:`DcpLayout.rows_per_virtual_page` rows on every rank. A *segment* is a run of
-rows that is contiguous on both sides, so one copy per layer moves it.
+A *row* is one token's KV in one layer's buffer. Both servers deal a request's tokens to their ranks by a
+:class:`DcpLayout` (one rank holds everything at ``dcp_size`` 1), and keep them in *virtual pages*, of which each takes
+:meth:`DcpLayout.rows_per_virtual_page` rows on every rank. What one rank sends to another is the intersection of what
+both own. A *segment* is a run of rows that is contiguous on both sides, so one copy per layer moves it.
 
 Positions count from the request's first token, never from a chunk or from the part that decode had cached.
 """
@@ -19,7 +19,7 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 
 
 class Segments(NamedTuple):
-    """Copies for one destination rank, in order of position.
+    """Copies from one rank to another, in order of position.
 
     src_row, dst_row: (n,) int64, first row of each run in a source and destination layer buffer. n_rows: (n,) int64,
     rows in the run, >= 1. No two neighbours could be one run.
@@ -31,82 +31,101 @@ class Segments(NamedTuple):
 
     @property
     def total_rows(self) -> int:
-        """Tokens this rank receives."""
+        """Tokens that this pair of ranks moves."""
         return int(self.n_rows.sum())
 
 
-def plan_segments(
-    src_pages: np.ndarray,
-    dst_pages: np.ndarray,
-    *,
-    page_size: int,
-    layout: DcpLayout,
-    rank: int,
-    start: int,
-    length: int,
-    decode_prefix_len: int = 0,
-) -> Segments:
-    """Segments that bring the tokens [start, start + length) that ``rank`` owns from a DCP1 prefill to that rank.
+class Side(NamedTuple):
+    """One rank of a server, and where a request lies there.
+
+    layout, rank: of the server's DCP and the rank in it. page_size: rows of a physical page. pages: (n,) int, ids of
+    virtual pages, the same on every rank of a server. first: position of the first token in ``pages[0]``, a whole
+    number of virtual pages (a chunk's begin at the source, the cached prefix at the destination).
+    """
+
+    layout: DcpLayout
+    rank: int
+    page_size: int
+    pages: np.ndarray
+    first: int = 0
+
+
+def plan_pair(src: Side, dst: Side, start: int, length: int) -> Segments:
+    """Segments that bring the tokens of [start, start + length) that both ranks own from ``src`` to ``dst``.
+
+    The layouts need nothing in common. Over all ranks of ``src``, each token that ``dst`` owns is in one plan.
 
     Args:
-        src_pages: page ids on the prefill side, the first one holding position ``start``.
-        dst_pages: virtual page ids on the decode side, the first one holding position ``decode_prefix_len``.
-        page_size: rows per page on the prefill side (and tokens of a physical page on the decode side).
-        layout, rank: layout of the decode side and the rank in it.
         start: position in the request of the first token to send.
-        length: tokens to send; only these are touched, so a last page may be partial.
-        decode_prefix_len: tokens the decode side has already: a whole number of virtual pages, at most ``start``.
+        length: tokens to send, over all ranks; only these are touched, so a last page may be partial.
 
     Raises:
-        ValueError: the numbers don't fit together (the message names both sides).
+        ValueError: the numbers don't fit together (the message names the side).
     """
-    rows_per_page = layout.rows_per_virtual_page(page_size)
-    _check_prefix(decode_prefix_len, start, layout.virtual_page_size(page_size))
-    src_pages, dst_pages = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-    first_page = start // page_size
-    _check_pages("source", src_pages, -(-(start + length) // page_size) - first_page if length else 0)
-
-    position, row, n_rows = layout.owned_intervals(start, length, rank)
-    row = row - layout.local_len(decode_prefix_len, rank)  # dst_pages begin after the cached prefix
-    if n_rows.size:
-        _check_pages("destination", dst_pages, (int(row[-1] + n_rows[-1]) - 1) // rows_per_page + 1)
-    position, row, n_rows = _cut_at_multiples(position, row, n_rows, page_size)
-    src_row = src_pages[position // page_size - first_page] * page_size + position % page_size
-    dst_row = dst_pages[row // rows_per_page] * rows_per_page + row % rows_per_page
-    return _merge(src_row, dst_row, n_rows)
+    _check_side("source", src, start, length)
+    _check_side("destination", dst, start, length)
+    position, n_rows = _owned_by_both(src, dst, start, length)
+    position, n_rows = _cut_at_pages(src, position, n_rows)
+    position, n_rows = _cut_at_pages(dst, position, n_rows)
+    return _merge(_rows(src, position), _rows(dst, position), n_rows)
 
 
-def plan_same_layout(
-    src_pages: np.ndarray,
-    dst_pages: np.ndarray,
-    *,
-    page_size: int,
-    layout: DcpLayout,
-    rank: int,
-    start: int,
-    length: int,
-    decode_prefix_len: int = 0,
-) -> Segments:
-    """Segments from prefill ``rank`` to decode ``rank`` when both sides have ``layout``: virtual pages as they are.
+def _check_side(name: str, side: Side, start: int, length: int) -> None:
+    virtual_page = side.layout.virtual_page_size(side.page_size)
+    if side.first % virtual_page:
+        raise ValueError(
+            f"the {name} side's first position must be a multiple of {virtual_page} (a virtual page), got {side.first}"
+        )
+    if start < side.first:
+        raise ValueError(f"start must be at least the {name} side's first position {side.first}, got {start}")
+    needed = (start + length - 1) // virtual_page - side.first // virtual_page + 1 if length else 0
+    if len(side.pages) < needed:
+        raise ValueError(f"the {name} side gave {len(side.pages)} pages where the tokens to send need {needed}")
 
-    Both page lists hold virtual page ids, the source's first one holding position ``start``. The other arguments and
-    the errors are those of :func:`plan_segments`.
-    """
-    rows_per_page, virtual_page = layout.rows_per_virtual_page(page_size), layout.virtual_page_size(page_size)
-    _check_prefix(decode_prefix_len, start, virtual_page)
-    src_pages, dst_pages = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-    # A rank's rows of consecutive positions are consecutive: one run, cut where a virtual page ends.
-    first_row = layout.local_len(start, rank)
-    count = layout.interval_len(start, length, rank)
-    runs = np.full(int(count > 0), first_row, np.int64)
-    row, _, n_rows = _cut_at_multiples(runs, runs, np.full_like(runs, count), rows_per_page)
-    src_page, dst_page = row // rows_per_page - start // virtual_page, row // rows_per_page
-    dst_page = dst_page - decode_prefix_len // virtual_page
-    if row.size:
-        _check_pages("source", src_pages, int(src_page[-1]) + 1)
-        _check_pages("destination", dst_pages, int(dst_page[-1]) + 1)
-    offset = row % rows_per_page
-    return _merge(src_pages[src_page] * rows_per_page + offset, dst_pages[dst_page] * rows_per_page + offset, n_rows)
+
+def _owned_by_both(src: Side, dst: Side, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """First position and length of every run inside [start, start + length) that lies in one run on each side."""
+    theirs, _, n_theirs = dst.layout.owned_intervals(start, length, dst.rank)
+    if src.layout.dcp_size == 1:  # all of it is one run there
+        return theirs, n_theirs
+    ours, _, n_ours = src.layout.owned_intervals(start, length, src.rank)
+    if src.layout == dst.layout and src.rank == dst.rank:
+        return ours, n_ours
+    # For each of their runs, the range of our runs that overlap it: both lists are sorted and disjoint.
+    low = np.searchsorted(ours + n_ours, theirs, "right")
+    parts = np.searchsorted(ours, theirs + n_theirs, "left") - low
+    run, nth = _spread(parts)
+    mine = low[run] + nth
+    begin = np.maximum(ours[mine], theirs[run])
+    return begin, np.minimum(ours[mine] + n_ours[mine], theirs[run] + n_theirs[run]) - begin
+
+
+def _cut_at_pages(side: Side, position: np.ndarray, n_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut runs wherever they cross a page. Blocks never do; only the single run of one rank is longer than a block."""
+    if side.layout.dcp_size > 1 or not position.size:
+        return position, n_rows
+    size = side.layout.virtual_page_size(side.page_size)
+    first, last = position // size, (position + n_rows - 1) // size
+    if (first == last).all():
+        return position, n_rows
+    run, nth = _spread(last - first + 1)
+    begin = np.maximum(position[run], (first[run] + nth) * size)
+    return begin, np.minimum(position[run] + n_rows[run], (first[run] + nth + 1) * size) - begin
+
+
+def _spread(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For pieces of runs, ``parts[i]`` of run i: each piece's run, and its number 0, 1, ... in that run."""
+    run = np.repeat(np.arange(parts.size), parts)
+    return run, np.arange(run.size) - np.repeat(np.cumsum(parts) - parts, parts)
+
+
+def _rows(side: Side, position: np.ndarray) -> np.ndarray:
+    """Rows of ``position`` (owned by the side's rank) in a layer buffer."""
+    rows_per_page = side.layout.rows_per_virtual_page(side.page_size)
+    row = position if side.layout.dcp_size == 1 else side.layout.local_index(position)
+    row = row - side.layout.local_index(side.first)
+    page = row // rows_per_page
+    return (np.asarray(side.pages, np.int64)[page] - page) * rows_per_page + row
 
 
 def addresses(
@@ -133,36 +152,6 @@ def addresses(
     src = np.asarray(src_bases, np.uint64)[:, None] + segments.src_row.astype(np.uint64) * width
     dst = np.asarray(dst_bases, np.uint64)[:, None] + segments.dst_row.astype(np.uint64) * width
     return src.ravel(), dst.ravel(), (segments.n_rows.astype(np.uint64) * width).ravel()
-
-
-def _check_prefix(prefix_len: int, start: int, virtual_page: int) -> None:
-    if prefix_len % virtual_page:
-        raise ValueError(f"decode_prefix_len must be a multiple of {virtual_page} (a virtual page), got {prefix_len}")
-    if start < prefix_len:
-        raise ValueError(f"start must be at least decode_prefix_len={prefix_len}, got {start}")
-
-
-def _check_pages(side: str, pages: np.ndarray, needed: int) -> None:
-    if pages.size < needed:
-        raise ValueError(f"the {side} side gave {pages.size} pages where the tokens to send need {needed}")
-
-
-def _cut_at_multiples(
-    position: np.ndarray, row: np.ndarray, n_rows: np.ndarray, size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut runs wherever ``position`` crosses a multiple of ``size``."""
-    if not position.size:
-        return position, row, n_rows
-    first, last = position // size, (position + n_rows - 1) // size
-    parts = last - first + 1
-    if (parts == 1).all():
-        return position, row, n_rows
-    run = np.repeat(np.arange(parts.size), parts)
-    # Number of each piece within its run: 0, 1, ..., parts - 1.
-    nth = np.arange(run.size) - np.repeat(np.cumsum(parts) - parts, parts)
-    begin = np.maximum(position[run], (first[run] + nth) * size)
-    end = np.minimum(position[run] + n_rows[run], (first[run] + nth + 1) * size)
-    return begin, row[run] + (begin - position[run]), end - begin
 
 
 def _merge(src_row: np.ndarray, dst_row: np.ndarray, n_rows: np.ndarray) -> Segments:

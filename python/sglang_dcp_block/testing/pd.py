@@ -221,28 +221,27 @@ def run_pd_demo(
 ABORT = "abort"
 
 
-def _owner_flip(plan: Any, *pages: Any, rank: int, **rest: Any) -> Any:
-    return plan(*pages, rank=rest["layout"].dcp_size - 1 - rank, **rest)
+def _owner_flip(plan: Any, src: Any, dst: Any, start: int, length: int) -> Any:
+    return plan(src, dst._replace(rank=dst.layout.dcp_size - 1 - dst.rank), start, length)
 
 
-def _destination_off_by_one(plan: Any, *pages: Any, **rest: Any) -> Any:
-    found = plan(*pages, **rest)
+def _destination_off_by_one(plan: Any, *sides_and_span: Any) -> Any:
+    found = plan(*sides_and_span)
     return found._replace(dst_row=found.dst_row + 1)
 
 
-def _block_order_swapped(plan: Any, *pages: Any, **rest: Any) -> Any:
-    found = plan(*pages, **rest)
+def _block_order_swapped(plan: Any, *sides_and_span: Any) -> Any:
+    found = plan(*sides_and_span)
     return found._replace(src_row=found.src_row[::-1])
 
 
-def _last_chunk_dropped(plan: Any, *pages: Any, start: int, **rest: Any) -> Any:
-    found = plan(*pages, start=start, **rest)
-    return found if start == 0 else found._replace(**{name: values[:0] for name, values in found._asdict().items()})
+def _last_chunk_dropped(plan: Any, src: Any, dst: Any, start: int, length: int) -> Any:
+    return plan(src, dst, start, 0 if start else length)
 
 
-def _slow(plan: Any, *pages: Any, **rest: Any) -> Any:
+def _slow(plan: Any, *sides_and_span: Any) -> Any:
     time.sleep(1.0)
-    return plan(*pages, **rest)
+    return plan(*sides_and_span)
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
@@ -258,13 +257,13 @@ def _break_plans(folder: Path) -> None:
     """Plans of this process's children follow the fault that the file names. Call before they are forked."""
     from sglang_dcp_block.disaggregation import mooncake
 
-    plan = mooncake.plan_segments
+    plan = mooncake.plan_pair
 
-    def broken(*pages: Any, **rest: Any) -> Any:
+    def broken(*sides_and_span: Any) -> Any:
         fault = FAULTS.get((folder / "fault").read_text())
-        return fault(plan, *pages, **rest) if fault else plan(*pages, **rest)
+        return fault(plan, *sides_and_span) if fault else plan(*sides_and_span)
 
-    mooncake.plan_segments = broken
+    mooncake.plan_pair = broken
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------
