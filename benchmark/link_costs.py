@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dcp_block.dcp.layout import DcpLayout
-from sglang_dcp_block.disaggregation.plan import Segments, plan_same_layout, plan_segments
+from sglang_dcp_block.disaggregation.plan import Segments, Side, plan_pair
 
 RESULTS = Path(__file__).parent / "results"
 ROW_BYTES = 1152
@@ -63,21 +63,22 @@ def descriptors_of(segments: Segments) -> int:
     return int(np.maximum(whole + (rest > SLICE_REST), 1).sum())
 
 
-def segments_of(way: Way, ranks: int, rank: int, start: int, length: int, pages: tuple[np.ndarray, ...]) -> Segments:
-    """The plan of one send. pages: source and destination page ids; with ``packed`` the source is the pack buffer."""
-    plan = plan_same_layout if way.packed else plan_segments
+def segments_of(
+    way: Way, page_size: int, ranks: int, rank: int, start: int, length: int, src: np.ndarray, dst: np.ndarray
+) -> Segments:
+    """The plan of one send. src, dst: page ids. A packed send starts from the pack buffer, in the rank's own order."""
     layout = DcpLayout(ranks, way.block_size)
-    return plan(*pages, page_size=way.page_size, layout=layout, rank=rank, start=start, length=length)
+    source = Side(layout, rank, page_size, src) if way.packed else Side(DcpLayout(1), 0, page_size, src)
+    return plan_pair(source, Side(layout, rank, page_size, dst), start, length)
 
 
 @cache
 def _shares(way: Way, ranks: int, start: int, length: int, fresh: bool) -> tuple[Share, ...]:
-    virtual = DcpLayout(ranks, way.block_size).virtual_page_size(way.page_size)
     # Falling ids: no two pages adjoin, as in a pool long in use, so no two runs merge.
-    pages = np.arange((start + length) // way.page_size + 1)[:: 1 if fresh else -1]
-    # A pack buffer lies in the order of the rank's own rows.
-    source = np.arange((start + length) // virtual + 1) if way.packed else pages
-    found = [segments_of(way, ranks, rank, start, length, (source, pages)) for rank in range(ranks)]
+    rising = np.arange((start + length) // way.page_size + 1)
+    pages = rising if fresh else rising[::-1]
+    source = rising if way.packed else pages
+    found = [segments_of(way, way.page_size, ranks, rank, start, length, source, pages) for rank in range(ranks)]
     return tuple(Share(s.total_rows, s.n_rows.size, descriptors_of(s) if s.n_rows.size else 0) for s in found)
 
 
@@ -175,10 +176,7 @@ def cpu_points(file: Path = RESULTS / "transfer_cpu.json") -> list[Point]:
         layout, rng = DcpLayout(p, block), np.random.default_rng(0)
         src = rng.permutation(-(-n // page_size))
         dst = rng.permutation(-(-n // layout.virtual_page_size(page_size)))
-        if way.packed:
-            found = segments_of(way, p, 0, 0, n, (np.arange(dst.size), dst))
-        else:
-            found = plan_segments(src, dst, page_size=page_size, layout=layout, rank=0, start=0, length=n)
+        found = segments_of(way, page_size, p, 0, 0, n, np.arange(src.size) if way.packed else src, dst)
         size = layout.local_len(n, 0) * row["layers"] * ROW_BYTES
         label = f"{n} tokens, P={p}, {row['layers']} layers"
         seconds = row["bytes"] / row["gbps"] / 1e9
