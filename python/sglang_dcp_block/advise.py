@@ -202,8 +202,7 @@ def capacity_tokens(layout: DcpLayout, page_size: int, kv_bytes_per_rank: int, b
 
 def allocated_tokens(layout: DcpLayout, page_size: int, tokens: int) -> int:
     """Slots that a request of ``tokens`` takes: its length rounded up to virtual pages."""
-    page = layout.virtual_page_size(page_size)
-    return math.ceil(tokens / page) * page
+    return tokens + layout.unused_slots(tokens, page_size)
 
 
 def prefix_hit_tokens(granularity: int, shared_prefix: int) -> int:

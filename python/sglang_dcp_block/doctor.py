@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_dcp_block import __version__, plugin, server_args
+from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation import wire
 from sglang_dcp_block.hooks import Hook
 
@@ -68,6 +69,13 @@ class Settings:
     block_size: int | None = None
     page_size: int | None = None
     backend: str | None = None
+
+    @property
+    def served_page_size(self) -> int | None:
+        """The page that a server started like this has: whole blocks."""
+        if self.page_size is None:
+            return None
+        return DcpLayout(self.dcp_size or 1, self.block_size or 1).rows_per_virtual_page(self.page_size)
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------
@@ -314,7 +322,6 @@ def check_gpus(names: list[str], matrix: str, tp_size: int | None = None) -> Che
 # Refusals that can be judged from Settings alone, and the settings that each needs.
 _JUDGED = {
     "block-without-dcp": ("dcp_size",),
-    "block-not-dividing-page": ("page_size",),
     "dcp-not-dividing-tp": ("tp_size", "dcp_size"),
     "attention-backend": ("backend",),
 }
@@ -345,7 +352,9 @@ def check_settings(settings: Settings) -> list[Check]:
     if refused:
         return refused
     told = ", ".join(f"{name.replace('_', ' ')} {getattr(settings, name)}" for name in vars(settings) if name in given)
-    return [Check("settings", "ok", f"{told} fit together.")]
+    page = settings.served_page_size
+    raised = "" if page == settings.page_size else f"; the page becomes {page}, whole blocks"
+    return [Check("settings", "ok", f"{told} fit together{raised}.")]
 
 
 # -- peers -------------------------------------------------------------------------------------------------------------
@@ -406,7 +415,8 @@ def pair_fault(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -
 def check_peers(urls: Iterable[str], settings: Settings) -> list[Check]:
     """Compare each peer with the given settings and with the first peer."""
     keys = ("dcp_size", "block_size", "page_size")
-    ours = {key: getattr(settings, key) for key in keys if getattr(settings, key) is not None}
+    ours = {"dcp_size": settings.dcp_size, "block_size": settings.block_size, "page_size": settings.served_page_size}
+    ours = {key: value for key, value in ours.items() if value is not None}
     checks: list[Check] = []
     first: dict[str, Any] | None = None
     for url in urls:

@@ -362,13 +362,19 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     )
     if block["empty_ranks"]:
         skew += f"; {len(block['empty_ranks'])} of {report['dcp_size']} ranks hold nothing"
-    scattered = block["segments_scattered"]
+    scattered, rows = block["segments_scattered"], page["rows_per_rank"]
+    taken = page["count"] * page["slots"]
     facts = [
         ("Tail skew", skew),
         (
             "Virtual pages",
             f"{page['count']:,} of {page['slots']:,} slots ({page['rows_per_rank']:,} rows on every rank); "
-            f"{page['unused_slots']:,} slots stay unused",
+            f"{page['unused_slots']:,} slots stay unused, {page['unused_slots'] / taken:.1%} of what it takes"
+            + (
+                f"; --page-size {report['page_size']} becomes {rows}, whole blocks"
+                if rows != report["page_size"]
+                else ""
+            ),
         ),
         (
             "Prefill to decode",

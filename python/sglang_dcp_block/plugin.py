@@ -19,6 +19,7 @@ from sglang_dcp_block import __version__, hooks, metrics, runtime, server_args
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation.mooncake import MOONCAKE_HOOKS, MOONCAKE_SCOPES
 from sglang_dcp_block.hooks import Hook, HookError
+from sglang_dcp_block.mem_cache.allocator import take_any_page_size
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +337,7 @@ def register() -> None:
                 raise HookError(f"sglang-dcp-block: sglang {sglang.__version__} is installed; {_ADVICE}.")
             hooks.install(_in_scope("launch"), _ADVICE)
             # Runs twice; the last time is the end of resolution, when backend and page size are final.
-            register_resolution_hook("handle_kv_cache_sharding")(server_args.validate)
+            register_resolution_hook("handle_kv_cache_sharding")(server_args.resolve)
             _registered = True
         _register_late()
     except Exception as error:
@@ -373,10 +374,13 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
     # Attention backends and models were imported in between.
     hooks.verify()
     if wanted:
-        check_virtual_page(setup.layout, scheduler.page_size, scheduler.token_to_kv_pool_allocator.page_size)
+        allocator = scheduler.token_to_kv_pool_allocator
+        check_virtual_page(setup.layout, scheduler.page_size, allocator.page_size)
+        take_any_page_size(allocator)
         metrics.start_for_scheduler(scheduler)
         described = layout_record(setup.layout, scheduler.page_size)
         logger.info("DCP layout in force: %s, %d hooks", json.dumps(described), len(wanted))
+        logger.info("DCP tail: %s", tail_text(setup.layout, scheduler.page_size, allocator.size))
 
 
 def check_virtual_page(layout: DcpLayout, page_size: int, allocator_page: int) -> None:
@@ -391,6 +395,16 @@ def check_virtual_page(layout: DcpLayout, page_size: int, allocator_page: int) -
             f"sglang-dcp-block: the allocator's pages have {allocator_page} slots, but {layout} with --page-size "
             f"{page_size} needs {wanted}: start without what changes the allocator."
         )
+
+
+def tail_text(layout: DcpLayout, page_size: int, slots: int) -> str:
+    """What whole virtual pages cost in a pool of ``slots``, in one sentence for the start log."""
+    page = layout.virtual_page_size(page_size)
+    worst = layout.unused_slots(1, page_size)
+    return (
+        f"every request takes whole virtual pages of {page:,} slots and leaves up to {worst:,} of them unused, "
+        f"so {slots:,} slots hold at most {slots // page:,} requests at once."
+    )
 
 
 def init_parallel_runtime(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

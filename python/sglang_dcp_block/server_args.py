@@ -7,12 +7,15 @@ A process that unpickles the arguments without this package fails at once instea
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dcp_block import __version__
 from sglang_dcp_block.dcp.layout import DcpLayout
+
+logger = logging.getLogger(__name__)
 
 FLAG = "--dcp-block-size"
 _ATTRIBUTE = "_dcp_block"
@@ -117,8 +120,8 @@ def add_cli_args(original: Callable[..., None], parser: argparse.ArgumentParser)
         default=1,
         metavar="TOKENS",
         help="Decode context parallelism gives each rank blocks of this many consecutive tokens in turn "
-        "(1 = SGLang's token round-robin). Must divide --page-size; set it to the page size on PD decode servers. "
-        "(sglang-dcp-block)",
+        "(1 = SGLang's token round-robin). A --page-size that it does not divide is raised to the least common "
+        "multiple of both. (sglang-dcp-block)",
     )
 
 
@@ -152,6 +155,17 @@ class Launch:
         cfg = self.cfg
         chosen = (cfg.prefill_attention_backend, cfg.decode_attention_backend)
         return {name or cfg.attention_backend for name in chosen}
+
+    @property
+    def page_size(self) -> int:
+        """--page-size raised to whole blocks: the page that the server runs with."""
+        return DcpLayout(self.cfg.dcp_size, self.block_size).rows_per_virtual_page(self.cfg.page_size)
+
+    @property
+    def chunked_prefill_size(self) -> int | None:
+        """Tokens of a prefill chunk as given, or None where nothing is cut into chunks."""
+        size = self.cfg.chunked_prefill_size
+        return size if size and size > 0 and self.cfg.disaggregation_mode != "decode" else None
 
 
 @dataclass(frozen=True)
@@ -220,12 +234,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "(a PD prefill server needs no flag, it takes the block size from its decode peers).",
     ),
     Refusal(
-        "block-not-dividing-page",
-        "block size that does not divide the page size",
-        lambda launch: launch.cfg.page_size % launch.block_size != 0,
-        f"{FLAG} {{B}} must divide --page-size {{page}}: start with --page-size {{B}} "
-        "(blocks larger than a page are not supported yet).",
-        lambda launch: {"page": launch.cfg.page_size},
+        "chunk-below-page",
+        "prefill chunks smaller than a page",
+        lambda launch: (launch.chunked_prefill_size or launch.page_size) < launch.page_size,
+        "--chunked-prefill-size {chunk} is less than a page of {page} tokens, which {flag} {B} and --page-size {given} "
+        "make: use --chunked-prefill-size {page} or more.",
+        lambda launch: {
+            "chunk": launch.chunked_prefill_size,
+            "page": launch.page_size,
+            "given": launch.cfg.page_size,
+            "flag": FLAG,
+        },
     ),
     Refusal(
         "dcp-not-dividing-tp",
@@ -363,8 +382,23 @@ def refusals_for(launch: Launch) -> list[str]:
     return [r.text(launch) for r in REFUSALS if launch.block_size > 1 and r.applies(launch)]
 
 
-def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Resolution step: refuse a launch that B > 1 is not tested with.
+def whole_blocks(launch: Launch) -> dict[str, int]:
+    """Settings that change so that a page, and with it a prefill chunk, is a whole number of blocks.
+
+    SGLang's allocator, radix tree and KV events all take page_size * dcp_size for a virtual page. A page of
+    lcm(page_size, B) tokens makes that the layout's, and kernels that take row ids don't care.
+    """
+    page, chunk = launch.page_size, launch.chunked_prefill_size
+    if page == launch.cfg.page_size:
+        return {}
+    changes = {"page_size": page}
+    if chunk is not None and chunk % page:
+        changes["chunked_prefill_size"] = chunk // page * page
+    return changes
+
+
+def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution step: refuse a launch that B > 1 is not tested with, then make pages of whole blocks.
 
     Raises:
         DcpBlockError: the first refusal that applies, in one sentence.
@@ -373,8 +407,14 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     if block_size_of(server_args) == 1:
         return
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    launch = Launch(resolving_view(server_args), model_config_of(server_args), block_size_of(server_args))
+    cfg = resolving_view(server_args)
+    launch = Launch(cfg, model_config_of(server_args), block_size_of(server_args))
     for message in refusals_for(launch)[:1]:
         raise DcpBlockError(message)
+    changes = whole_blocks(launch)
+    if changes:
+        told = ", ".join(f"{name} {getattr(cfg, name)} becomes {value}" for name, value in changes.items())
+        logger.warning("%s %d needs pages of whole blocks: %s.", FLAG, launch.block_size, told)
+        declare_resolution(server_args, "sglang-dcp-block", **changes)

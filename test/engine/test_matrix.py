@@ -11,7 +11,7 @@ Each cell starts one engine and sends it all rounds of its workload. A cell pass
 The full product {flashinfer, triton} x P {2, 4} x B {1, 16, 64} x {ag_rs, a2a} is 24 cells. The 12 in which every
 (backend, P, B), every (backend, merge), (P, merge) and (B, merge) pair occurs run always; the other 12 are marked slow.
 SCENARIOS add what the matrix keeps fixed: small pages, chunked prefill, a pool too small for the load, the three ways
-of extending over a prefix, TP beyond DCP, P = 8.
+of extending over a prefix, TP beyond DCP, P = 8, and blocks that are larger than a page or don't divide one.
 """
 
 from __future__ import annotations
@@ -137,6 +137,11 @@ LONG_PREFIX = [
     Round([prompt(1100), prompt(33), prompt(1)], 4, "fill"),
     Round([prompt(1100)[:1050] + [7] * 40], 6, "extend"),
 ]
+# A virtual page of 2 ranks with blocks of 1,024 is 2,048 tokens; decode crosses a block, then the page.
+HUGE = [
+    Round([prompt(4090), prompt(1020)], 12, "fill"),
+    Round([prompt(4090)[:4000] + [7] * 30, prompt(2047)], 4, "extend"),
+]
 _ONE_SHOT = {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "1"}
 # 3 requests share the capacity: chunks of 64 tokens.
 _CHUNKED_KV = {**_ONE_SHOT, "SGLANG_MAX_KV_CHUNK_CAPACITY": "192"}
@@ -160,6 +165,27 @@ def _cached(result: CaseResult) -> bool:
     return all(a.cached for a in result.answers[1])
 
 
+# Whole virtual pages of up to 384 tokens (B 48 with pages of 64: 192 rows on 2 ranks), and cuts around their edges.
+_EDGES = prompt(800, seed=4)
+WIDE = [
+    Round([_EDGES, prompt(33)], 2, "fill"),
+    Round([_EDGES[:cut] + prompt(5, seed=cut) for cut in (127, 192, 300, 384, 385, 790)], 6, "edges"),
+    Round([prompt(33)[:20], _EDGES], 40, "grow"),
+]
+
+
+def _page_becomes(page: int) -> Callable[[CaseResult], bool]:
+    """The server says it runs with whole blocks, and a cached prefix was used up to an edge of a virtual page."""
+
+    def holds(result: CaseResult) -> bool:
+        slots = page * result.server["dcp_size"]
+        cached = [a.cached for a in result.answers[1]]
+        shared = (127, 192, 300, 384, 385, 790)
+        return result.server["page_size"] == page and cached == [n // slots * slots for n in shared]
+
+    return holds
+
+
 SCENARIOS = [
     Scenario("chunked-flashinfer", dcp(2, 16, "flashinfer", chunked=80), CHUNKED),
     Scenario("chunked-triton", dcp(2, 64, "triton", chunked=64), CHUNKED),
@@ -176,6 +202,33 @@ SCENARIOS = [
         PREFIXES,
         _cached,
         reference=EngineSpec(backend="flashinfer", page=32, env=_CHUNKED_KV),
+    ),
+    Scenario("page1-block4", dcp(2, 4, "triton", page=1), WIDE, _page_becomes(4)),
+    Scenario("page64-block48", dcp(2, 48, "flashinfer", page=64), WIDE, _page_becomes(192)),
+    # 5 virtual pages of 96 slots.
+    Scenario(
+        "page16-block48-retract",
+        dcp(2, 48, "flashinfer", page=16, **_small_pool(144) | {"max_total_tokens": 240}),
+        CROWD,
+        _retracted_and_evicted,
+    ),
+    Scenario("page1-block2", dcp(2, 2, "flashinfer", page=1), WIDE, _page_becomes(2), slow=True),
+    Scenario("page16-block32", dcp(2, 32, "triton", page=16), WIDE, _page_becomes(32), slow=True),
+    Scenario("page16-block64", dcp(4, 64, "flashinfer", page=16), WIDE, _page_becomes(64), slow=True),
+    Scenario("page32-block48", dcp(2, 48, "triton", page=32, chunked=192), WIDE, _page_becomes(96), slow=True),
+    Scenario(
+        "page64-block96-retract",
+        dcp(2, 96, "triton", page=64, **_small_pool(192) | {"max_total_tokens": 576}),
+        CROWD,
+        lambda r: any(a.retracted for a in r.answers[0]),
+        slow=True,
+    ),
+    Scenario(
+        "page1-block1024",
+        dcp(2, 1024, "flashinfer", page=1, max_total_tokens=8192, context=8192),
+        HUGE,
+        lambda r: r.server["page_size"] == 1024 and [a.cached for a in r.answers[1]] == [2048, 0],
+        slow=True,
     ),
     Scenario("tp-beyond-dcp", dcp(2, 16, "triton", tp=4), PREFIXES, _cached),
     Scenario("dcp8-flashinfer", dcp(8, 64, "flashinfer", heads=8), LONG_PREFIX, _cached, slow=True),

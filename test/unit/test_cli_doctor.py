@@ -228,11 +228,11 @@ def test_gpus(names, link, tp, status, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (Settings(8, 8, 48, 64, "triton"), ["48 must divide --page-size 64"]),
         (Settings(8, 3, 64, 64, None), ["--dcp-size 3 must divide --tp-size 8"]),
         (Settings(8, 1, 64, 64, None), ["64 needs more than one DCP rank"]),
         (Settings(8, 8, 64, 64, "fa3"), ["not tested with attention backend fa3"]),
-        (Settings(8, 3, 48, 64, "fa3"), ["divide --page-size", "divide --tp-size", "fa3"]),
+        (Settings(8, 3, 48, 64, "fa3"), ["divide --tp-size", "fa3"]),
+        (Settings(8, 8, 48, 64, "triton"), []),
         (Settings(8, 8, 64, 64, "flashinfer"), []),
         (Settings(8, 8, None, 64, "fa3"), []),
         (Settings(tp_size=8), []),
@@ -242,6 +242,13 @@ def test_settings(settings, words):
     messages = [c.message for c in doctor.check_settings(settings) if c.status == "fail"]
     assert len(messages) == len(words)
     assert all(word in message for word, message in zip(words, messages, strict=True))
+
+
+def test_settings_name_the_page_that_blocks_make():
+    (check,) = doctor.check_settings(Settings(8, 8, 48, 64))
+    assert check.status == "ok" and "the page becomes 192" in check.message
+    (check,) = doctor.check_settings(Settings(8, 8, 32, 64))
+    assert check.status == "ok" and "becomes" not in check.message
 
 
 # -- peers
@@ -283,7 +290,8 @@ def layout(dcp_size=8, block_size=64, page_size=64):
         (Settings(8, 8, 64, 64), layout(), None),
         (Settings(8, 8, 32, 64), layout(), "has block size 64, this side 32: give both the same --dcp-block-size"),
         (Settings(8, 4, 64, 64), layout(), "has dcp size 8, this side 4"),
-        (Settings(8, 8, 64, 32), layout(), "has page size 64, this side 32"),
+        (Settings(8, 8, 64, 128), layout(), "has page size 64, this side 128"),
+        (Settings(8, 8, 64, 32), layout(), None),
         (Settings(8, 1, None, 64), layout(), None),
         (Settings(8, 8, 64, 64), layout(dcp_size=1, block_size=1), None),
         (Settings(), layout(), None),

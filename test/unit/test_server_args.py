@@ -93,7 +93,7 @@ GOOD = dict(
 #: id of a refusal -> settings that ask for it, and what the message must name.
 ASKED: dict[str, tuple[dict, str]] = {
     "block-without-dcp": (dict(dcp_size=1), "add --dcp-size, or drop --dcp-block-size"),
-    "block-not-dividing-page": (dict(page_size=96), "--page-size 64"),
+    "chunk-below-page": (dict(page_size=96, chunked_prefill_size=128), "--chunked-prefill-size 192 or more"),
     "dcp-not-dividing-tp": (dict(tp_size=4), "divisor of 4"),
     "dcp-not-dividing-heads": (dict(model=dict(num_attention_heads=20)), "divisor of 20"),
     "model-not-mla": (dict(model=dict(arch="MHA", architectures=["LlamaForCausalLM"])), "LlamaForCausalLM"),
@@ -163,6 +163,22 @@ def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch
     )
 
 
+def test_pages_become_whole_blocks():
+    def changed(block_size, **settings):
+        return server_args.whole_blocks(launch(block_size, **settings))
+
+    assert changed(64) == changed(16) == {}
+    assert changed(1024, page_size=1) == {"page_size": 1024}
+    assert changed(1024, page_size=1, chunked_prefill_size=8192) == {"page_size": 1024}
+    assert changed(1024, page_size=1, chunked_prefill_size=-1) == {"page_size": 1024}
+    assert changed(48, chunked_prefill_size=8192) == {"page_size": 192, "chunked_prefill_size": 8064}
+    decode = dict(chunked_prefill_size=100, disaggregation_mode="decode")
+    assert changed(48, **decode) == {"page_size": 192}
+    # Nothing to do a second time; a chunk that fits no page of the user's own is SGLang's to refuse.
+    assert changed(48, page_size=192, chunked_prefill_size=8064) == {}
+    assert changed(64, chunked_prefill_size=100) == {}
+
+
 @pytest.fixture
 def on_cuda(monkeypatch):
     monkeypatch.setattr(server_args, "_platform", lambda: SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
@@ -197,13 +213,16 @@ REAL = """
 import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import prepare_server_args
 answers = []
 for argv in json.load(sys.stdin):
     try:
         record = prepare_server_args(argv)
         record.resolve_once()
-        answers.append("accepted")
+        cfg = resolving_view(record)
+        record.resolve_once()  # a child process does so again
+        answers.append(f"accepted: page {cfg.page_size}, chunk {cfg.chunked_prefill_size}")
     except (ValueError, AssertionError) as error:
         answers.append(str(error))
 print(json.dumps(answers))
@@ -216,10 +235,19 @@ def test_refusals_in_sglangs_own_resolution(tmp_path):
 
     base = ["--model-path", str(cached(TinyMla())), "--skip-tokenizer-init", "--device", "cpu", "--page-size", "64"]
     base += ["--attention-backend", "triton", "--tp-size", "4", "--dcp-size", "2", "--dcp-block-size", "64"]
+    chunk = ["--chunked-prefill-size"]
     cases = {
-        "accepted": base,
+        "accepted: page 64, chunk 2048": [*base, *chunk, "2048"],
+        "accepted: page 64, chunk 1024": [*base, *chunk, "1024", "--page-size", "1"],
+        "accepted: page 192, chunk 1920": [*base, *chunk, "2048", "--page-size", "48"],
+        "accepted: page 192, chunk -1": [*base, *chunk, "-1", "--page-size", "48"],
+        "accepted: page 1024, chunk 4096": [*base, *chunk, "5000", "--dcp-block-size", "1024", "--page-size", "16"],
+        "accepted: page 1024, chunk 512": [
+            *(*base, *chunk, "512", "--dcp-block-size", "1024"),
+            *("--disaggregation-mode", "decode"),
+        ],
         "add --dcp-size, or drop": [*base, "--dcp-size", "1"],
-        "start with --page-size 64": [*base, "--page-size", "16"],
+        "use --chunked-prefill-size 192 or more": [*base, "--page-size", "48", "--chunked-prefill-size", "96"],
         "divisor of 4": [*base, "--dcp-size", "3"],
         "use --attention-backend flashinfer": [*base, "--attention-backend", "torch_native"],
         "drop --enable-mixed-chunk": [*base, "--enable-mixed-chunk"],

@@ -158,3 +158,8 @@ class DcpLayout:
     def virtual_page_size(self, page_size: int) -> int:
         """Slots of one virtual page, the unit of SGLang's allocator and radix tree: lcm(page_size, B) * P."""
         return self.rows_per_virtual_page(page_size) * self.dcp_size
+
+    def unused_slots(self, length: IntLike, page_size: int) -> IntLike:
+        """Slots that a request of ``length`` tokens takes in its last virtual page and doesn't use: -N mod the page."""
+        _check_index("length", length)
+        return -length % self.virtual_page_size(page_size)
