@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_run import V3, Engine, Pair
+from gpu_run import TIMED, V3, Engine, Pair
 from gpu_stages import Answers, Plan, PrefillDecode, Speed, Stage, command
 
 P, B = 8, 64
 LENGTHS = (1, B - 1, B, B + 1, P * B - 1, P * B, P * B + 1, 8192, 32_768, 131_072)
 AUDIT_LENGTHS = (1, B - 1, B, B + 1, P * B - 1, P * B, P * B + 1, 3000, 9000)
-CONTEXTS = (8192, 32_768, 131_072)
-CELLS = [(batch, context) for context in CONTEXTS for batch in (1, 8, 64) if batch * context <= 64 * 32_768]
+CELLS = [(batch, context) for context in (131_072, 8192, 32_768) for batch in (1, 8, 64)]
 BACKENDS = (("tri", "triton"), ("fi", "flashinfer"))
 
 #: As many KV rows as fit: max_total_num_tokens of DCP8 over DCP1 is one of the results.
@@ -55,9 +54,17 @@ def audit() -> Stage:
 
 
 def speed() -> Stage:
-    timed = [engine for engine, _ in layouts(replace(DCP1, max_tokens=2_400_000))]
-    timed += [replace(DCP1, name=f"{short}-dcp1", backend=name, max_tokens=2_400_000) for short, name in BACKENDS]
-    return Speed("speed", "block 64 over 1 and DCP8 over DCP1", 800, timed=timed, cells=CELLS)
+    rows = 16 * 131_072
+    pool = rows + 65_536
+    base = replace(DCP1, extra=TIMED)
+    timed = [engine for engine, _ in layouts(replace(base, max_tokens=pool // P))]
+    timed += [replace(base, name=f"{short}-dcp1", backend=name, max_tokens=pool) for short, name in BACKENDS]
+    pairs = [(f"{short}-dcp8-b{B}", f"{short}-{other}") for short, _ in BACKENDS for other in ("dcp8-b1", "dcp1")]
+    pairs.append((f"tri-dcp8-b{B}", f"fi-dcp8-b{B}"))
+    return Speed(
+        "speed", "block 64 over 1, Triton over FlashInfer, DCP8 over DCP1", 450, sizes=replace(V3, layers=12),
+        weights=False, timed=timed, cells=CELLS, rows=rows, pairs=pairs,
+    )  # fmt: skip
 
 
 def pd() -> Stage:

@@ -1,17 +1,15 @@
-"""Engines and PD servers on GPUs: started, asked, measured and judged.
+"""Engines and PD servers on GPUs: started, asked and measured.
 
 Every engine runs in a process of its own (``python scripts/gpu_run.py JOB.json RESULT.json``), works through a list of
-steps and writes what it answered. Nothing is compared by equal ids: in bfloat16 one and the same engine parts from
-itself when the shape of the batch changes. So engines get the same batches, and a first difference is judged by the gap
-between the two best tokens there and the logprob distance before it, against what DCP1 differs from itself by in the
-same run (:func:`judge`). Whether KV lies where it should is decided by the pool audit (:func:`audit`).
+steps and writes what it answered. Answers and times are judged in gpu_judge.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import functools
+import itertools
 import json
 import os
 import random
@@ -25,34 +23,41 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu_judge import Answer
+
 from sglang_dcp_block.testing import one_gpu_testbed
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.cpu_testbed import NAME as CPU_BED
 from sglang_dcp_block.testing.engine import free_port
-from sglang_dcp_block.testing.tiny_model import TinyMla, write
+from sglang_dcp_block.testing.preload import random_prompts
+from sglang_dcp_block.testing.tiny_model import TinyMla, config, write
 
 SGLANG_VERSION = "0.5.23"
-#: One bfloat16 step of a logit between 16 and 32: two computations may always differ by that.
-NOISE_FLOOR = 0.125
-#: How much more than DCP1's own noise another layout may differ by: its partial results are rounded once more.
-NOISE_FACTOR = 2.0
-#: Largest difference of one KV element (the rows have unit variance) that bfloat16 noise explains; a row of another
-#: token differs by 4 to 6 somewhere.
-AUDIT_TOLERANCE = 1.5
-
 #: DeepSeek-V2-Lite's attention: 16 heads over kv_lora 512 and rope 64, in few dense layers.
 V2_LITE = TinyMla(
     heads=16, layers=4, hidden=1024, intermediate=2048, vocab=32000, kv_lora_rank=512, rope_dim=64, nope_dim=128,
     value_dim=128, max_position=163840,
 )  # fmt: skip
+#: All of DeepSeek-V2-Lite's layers, each with a dense MLP as large as its first one. Never written: dummy weights.
+V2_LITE_DEEP = replace(V2_LITE, layers=27, hidden=2048, intermediate=10944, vocab=102400)
 #: DeepSeek-V3's attention: 128 heads.
 V3 = replace(V2_LITE, heads=128, hidden=2048, intermediate=4096)
+
+
+PD_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
+#: A decode server that takes KV for granted, for timing: see testing/preload.py.
+TIMED = {
+    "load_format": "dummy",
+    "disaggregation_mode": "decode",
+    "disaggregation_transfer_backend": "mooncake",
+    "disaggregation_decode_enable_radix_cache": True,
+}
 
 
 # -- what is started ---------------------------------------------------------------------------------------------------
@@ -102,6 +107,7 @@ class Engine:
             "enforce_disable_flashinfer_allreduce_fusion": True,
             "disable_prefill_cuda_graph": True,
             "base_gpu_id": self.base_gpu,
+            "sleep_on_idle": True,  # engines that wait for their turn leave the cores alone
         }
         if self.graphs:
             found["cuda_graph_max_bs_decode"] = 64
@@ -121,6 +127,9 @@ class Engine:
 
     def environment(self, audit: Path | None = None, trace: Path | None = None) -> dict[str, str]:
         found = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # several engines start on the same GPUs
+        if "disaggregation_mode" in self.extra:
+            found |= PD_ENVIRONMENT | {one_gpu_testbed.PRELOAD_VARIABLE: "1"}
         if self.bed == "one_gpu" and self.tp > 1:
             found |= one_gpu_testbed.ENVIRONMENT
         if self.bed == "cpu":
@@ -146,15 +155,17 @@ def rehearsed(engine: Engine) -> Engine:
     )  # fmt: skip
 
 
-def model_folder(sizes: TinyMla, root: Path) -> Path:
-    """A random checkpoint with these sizes, written once."""
-    folder = root / f"model-{sizes.heads}-{sizes.hidden}-{sizes.layers}"
+def model_folder(sizes: TinyMla, root: Path, weights: bool = True) -> Path:
+    """A random checkpoint with these sizes, or its config alone, written once."""
+    folder = root / f"model-{sizes.heads}-{sizes.hidden}-{sizes.layers}{'' if weights else '-dummy'}"
     if not (folder / "done").exists():
-        write(folder, sizes)
-        config = json.loads((folder / "config.json").read_text())
+        folder.mkdir(parents=True, exist_ok=True)
+        if weights:
+            write(folder, sizes)
+        described = config(sizes)
         if sizes.kv_lora_rank == 512:  # the CPU bed needs a scaled rope; plain rope is what GPUs have a kernel for
-            config["rope_scaling"] = None
-        (folder / "config.json").write_text(json.dumps(config))
+            described["rope_scaling"] = None
+        (folder / "config.json").write_text(json.dumps(described))
         (folder / "done").touch()
     return folder
 
@@ -162,168 +173,211 @@ def model_folder(sizes: TinyMla, root: Path) -> Path:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def prompts(lengths: Sequence[int], seed: int, vocab: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(10, vocab - 10) for _ in range(n)] for n in lengths]
+def batch_step(name: str, prompts: list[list[int]], new_tokens: int, size: int, flush: bool = True) -> dict[str, Any]:
+    """Ask ``prompts``, ``size`` at a time. flush: with an empty cache."""
+    return {"kind": "batch", "name": name, "prompts": prompts, "new_tokens": new_tokens, "size": size, "flush": flush}
 
 
-def answer_steps(lengths: Sequence[int], new_tokens: int, vocab: int, alone: int = 6) -> list[dict[str, Any]]:
+def answer_steps(lengths: Sequence[int], new_tokens: int, vocab: int, reference: bool) -> list[dict[str, Any]]:
     """Fresh prompts in one batch, the same with a cached prefix, and the first ones one at a time.
 
-    The second round's additions don't come from the first one's answers: engines may part there.
+    The second round's additions don't come from the first one's answers: engines may part there. reference: also the
+    fresh prompts in batches of four, and with one block of 64 tokens replaced, as if one block of KV were another's.
     """
-    fresh = prompts(lengths, 0, vocab)
-    tails = prompts([3 + i for i in range(len(lengths))], 1, vocab)
+    count = len(lengths)
+    fresh = random_prompts(lengths, 0, vocab)
+    tails = random_prompts([3 + i for i in range(count)], 1, vocab)
     again = [p + t for p, t in zip(fresh, tails, strict=True)]
-    return [
-        {"kind": "batch", "name": "fresh", "prompts": fresh, "new_tokens": new_tokens, "flush": True},
-        {"kind": "batch", "name": "again", "prompts": again, "new_tokens": new_tokens, "flush": False},
-        {"kind": "alone", "name": "alone", "prompts": fresh[:alone], "new_tokens": new_tokens, "flush": True},
+    steps = [
+        batch_step("fresh", fresh, new_tokens, count),
+        batch_step("again", again, new_tokens, count, flush=False),
+        batch_step("alone", fresh[:3], new_tokens, 1),
     ]
+    if reference:
+        others = random_prompts([64] * count, 2, vocab)
+        changed = [_with_other_block(p, b) for p, b in zip(fresh, others, strict=True)]
+        steps += [batch_step("fours", fresh, new_tokens, 4), batch_step("changed", changed, new_tokens, count)]
+    return steps
 
 
-def speed_steps(
-    cells: Sequence[tuple[int, int]], vocab: int, tokens: int = 64, together: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """cells: (batch, context). together: ``folder`` and how many ``engines`` start side by side, for :func:`_turn`."""
-    together = together or {}
-    return [
-        {
-            "kind": "speed",
-            "batch": b,
-            "context": n,
-            "tokens": tokens,
-            "repeats": 3,
-            "vocab": vocab,
-            "together": together,
-        }
-        for b, n in cells
-    ]
+def _with_other_block(prompt: list[int], block: list[int]) -> list[int]:
+    """The block of ``prompt`` around its middle, replaced."""
+    start = len(prompt) // 2 // len(block) * len(block)
+    end = min(start + len(block), len(prompt))
+    return prompt[:start] + block[: end - start] + prompt[end:]
+
+
+def soak_bank(longest: int, vocab: int) -> list[list[int]]:
+    """Prompts whose answers a reference knows: block boundaries, lengths up to ``longest``, three families that share
+    a prefix."""
+    rng = random.Random(9)
+    lengths = [1, 63, 64, 65, 127, 128, 129] + [int(2 ** rng.uniform(1, longest.bit_length() - 1)) for _ in range(17)]
+    bank = random_prompts(lengths, 77, vocab)
+    for number, shared in enumerate(random_prompts([64 * 7 + 5, longest // 10, longest // 2], 5, vocab)):
+        bank += [shared + tail for tail in random_prompts([1, 7, 59, 64, 150, 333], 50 + number, vocab)]
+    return bank
 
 
 # -- the worker process ------------------------------------------------------------------------------------------------
 
 
-def _generate(engine: Any, batch: list[list[int]], new_tokens: int, gaps: bool = True) -> list[dict[str, Any]]:
+def _generate(engine: Any, batch: list[list[int]], new_tokens: int) -> list[Answer]:
     replies = engine.generate(
         input_ids=batch,
         sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        return_logprob=gaps,
-        top_logprobs_num=2 if gaps else 0,
+        return_logprob=True,
+        top_logprobs_num=2,
     )
-    rows = []
-    for prompt, reply in zip(batch, replies, strict=True):
-        meta = reply["meta_info"]
-        row = {"prompt": len(prompt), "cached": meta.get("cached_tokens"), "ids": list(reply["output_ids"])}
-        if gaps:
-            row["logprobs"] = [entry[0] for entry in meta["output_token_logprobs"]]
-            row["gaps"] = [best[0][0] - best[1][0] for best in meta["output_top_logprobs"]]
-        rows.append(row)
-    return rows
+    return [
+        _logprobs(reply)
+        | {
+            "prompt": len(prompt),
+            "cached": reply["meta_info"].get("cached_tokens"),
+            "gaps": [best[0][0] - best[1][0] for best in reply["meta_info"]["output_top_logprobs"]],
+        }
+        for prompt, reply in zip(batch, replies, strict=True)
+    ]
 
 
-def _answers(engine: Any, step: dict[str, Any]) -> list[dict[str, Any]]:
+def _logprobs(reply: dict[str, Any]) -> Answer:
+    """An aborted request may end with an id whose logprob never came."""
+    logprobs = [entry[0] for entry in reply["meta_info"].get("output_token_logprobs") or []]
+    return {"ids": list(reply["output_ids"])[: len(logprobs)], "logprobs": logprobs[: len(reply["output_ids"])]}
+
+
+def _answers(engine: Any, step: dict[str, Any]) -> list[Answer]:
     if step["flush"]:
         engine.flush_cache()
-    if step["kind"] == "alone":
-        return [row for p in step["prompts"] for row in _generate(engine, [p], step["new_tokens"])]
-    return _generate(engine, step["prompts"], step["new_tokens"])
+    prompts, size = step["prompts"], step["size"]
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    return [row for batch in batches for row in _generate(engine, batch, step["new_tokens"])]
 
 
-@contextlib.contextmanager
-def _turn(together: dict[str, Any]) -> Iterator[None]:
-    """Engines start side by side, wait for the last one, and then run one at a time, cell by cell."""
-    if not together:
-        yield
-        return
-    folder, patience = Path(together["folder"]), time.monotonic() + 200
-    (folder / f"{os.getpid()}.up").touch()
-    while len(list(folder.glob("*.up"))) < together["engines"] and time.monotonic() < patience:
-        time.sleep(0.2)
-    with (folder / "turn").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _preload(engine: Any, step: dict[str, Any]) -> None:
+    engine.collective_rpc("dcp_block_preload", lengths=step["lengths"], seed=step["seed"], vocab=step["vocab"])
+
+
+_prefixes = functools.lru_cache(maxsize=1)(random_prompts)
 
 
 def _speed(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
-    with _turn(step["together"]):
-        return _time_per_token(engine, step)
+    """One batch over preloaded prefixes, decoded to the end: times between arrivals of every ``chunk`` tokens.
 
+    The engine is a PD decode server whose requests come with SGLang's address for KV that needs no transfer.
+    """
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-def _time_per_token(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
-    """Two runs over cached prompts that differ in nothing but ``tokens`` decode steps."""
-    engine.flush_cache()
-    batch = prompts([step["context"]] * step["batch"], step["context"] + step["batch"], step["vocab"])
+    batch, chunk = step["batch"], step["chunk"]
+    prefixes = _prefixes(tuple(step["lengths"]), step["seed"], step["vocab"])
+    tails = random_prompts([chunk] * batch, 1_000_000 + step["round"], step["vocab"])
+    prompts = [prefixes[i % len(prefixes)] + tails[i] for i in range(batch)]
+    arrivals: list[list[float]] = [[] for _ in range(batch)]
+    cached = [0] * batch
 
-    def run(new_tokens: int) -> float:
-        began = time.perf_counter()
-        _generate(engine, batch, new_tokens, gaps=False)
-        return time.perf_counter() - began
+    async def run() -> None:
+        stream = await engine.async_generate(
+            input_ids=prompts,
+            sampling_params={
+                "temperature": 0, "max_new_tokens": step["tokens"], "ignore_eos": True, "stream_interval": chunk,
+            },
+            stream=True,
+            bootstrap_host=[FAKE_BOOTSTRAP_HOST] * batch,
+            bootstrap_port=[0] * batch,
+            bootstrap_room=list(range(batch)),
+        )  # fmt: skip
+        async for reply in stream:
+            now, number = time.perf_counter(), reply.get("index", 0)
+            arrivals[number].append(now)
+            cached[number] = reply["meta_info"].get("cached_tokens") or 0
 
-    prefill = run(1)
-    run(8)
-    samples = []
-    for _ in range(step["repeats"]):
-        short = run(8)
-        samples.append((run(8 + step["tokens"]) - short) / step["tokens"] * 1e3)
-    tpot = statistics.median(samples)
+    engine.loop.run_until_complete(run())
+    # Only while every request decodes: from the last one's start to the first one's end.
+    full = (max(a[0] for a in arrivals), min(a[-1] for a in arrivals))
+    ticks = [t for t in arrivals[0][1:] if full[0] <= t <= full[1]]
     return {
-        "batch": step["batch"], "context": step["context"], "tpot_ms": tpot, "samples_ms": samples,
-        "tokens_per_second": step["batch"] / tpot * 1e3, "prefill_s": prefill,
+        "batch": batch, "context": step["context"], "round": step["round"], "cached": min(cached),
+        "samples_ms": [(b - a) / chunk * 1e3 for a, b in itertools.pairwise(ticks)],
     }  # fmt: skip
 
 
 def _soak(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
-    """Mixed lengths, shared prefixes and aborts from many clients; a few prompts are asked alone before and after."""
-    vocab, rng = step["vocab"], random.Random(9)
-    checks = prompts([1, 63, 65, 500, 5000], 77, vocab)
+    """Mixed lengths, shared prefixes and aborts from many clients. Answers to prompts of the bank are kept."""
+    vocab, longest, bank, rng = step["vocab"], step["longest"], step["bank"], random.Random(9)
+    counts = {"finished": 0, "aborted": 0, "wrong_length": 0, "stuck": 0, "tokens": 0}
+    checked: list[dict[str, Any]] = []
+    began, rolling = time.monotonic(), Path(step["rolling"])
+    deadline = min(began + step["seconds"], step["until"])
     engine.flush_cache()
-    before = [row for p in checks for row in _generate(engine, [p], 32)]
-    shared = prompts([64 * 7 + 5, 2000, step["longest"] // 2], 5, vocab)
-    counts = {"finished": 0, "aborted": 0, "wrong_length": 0, "stuck": 0}
-    deadline = time.monotonic() + step["seconds"]
 
-    async def one(number: int) -> None:
-        length = int(2 ** rng.uniform(0, step["longest"].bit_length() - 1))
-        ids = prompts([length], rng.randrange(1 << 30), vocab)[0]
-        if rng.random() < 0.4:
-            ids = rng.choice(shared) + ids[:500]
-        wanted, abort_after = rng.randrange(1, 200), rng.randrange(1, 40) if rng.random() < 0.15 else None
-        rid, got, aborted = f"soak-{number}", 0, False
+    def prompt() -> tuple[int | None, list[int]]:
+        draw = rng.random()
+        if draw < 0.6:
+            number = rng.randrange(len(bank))
+            return number, bank[number]
+        length = int(2 ** rng.uniform(0, longest.bit_length() - 1))
+        fresh = random_prompts([length], rng.randrange(1 << 30), vocab)[0]
+        return None, (rng.choice(bank) + fresh[:500] if draw < 0.8 else fresh)
+
+    async def one(request: int) -> None:
+        number, ids = prompt()
+        wanted, abort_after = rng.randrange(1, step["new_tokens"] + 1), None
+        if rng.random() < 0.15:
+            abort_after = rng.randrange(1, 40)
+        rid, aborted, last = f"soak-{request}", False, None
         stream = await engine.async_generate(
             input_ids=ids,
             sampling_params={"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True},
             rid=rid,
             stream=True,
+            return_logprob=number is not None,
         )
-        async for chunk in stream:
-            got = chunk["meta_info"]["completion_tokens"]
-            if abort_after is not None and got >= abort_after and not aborted:
+        async for last in stream:
+            if abort_after is not None and not aborted and last["meta_info"]["completion_tokens"] >= abort_after:
                 engine.tokenizer_manager.abort_request(rid=rid)
                 aborted = True
+        got = last["meta_info"]["completion_tokens"] if last else 0
         counts["aborted" if aborted else "finished"] += 1
+        counts["tokens"] += got
         counts["wrong_length"] += not aborted and got != wanted
+        if number is not None and last is not None:
+            row = _logprobs(last)
+            row["logprobs"] = [round(x, 5) for x in row["logprobs"]]
+            cached = last["meta_info"].get("cached_tokens")
+            checked.append(row | {"number": number, "cached": cached, "aborted": aborted})
 
     async def client(first: int) -> None:
-        number = first
+        request = first
         while time.monotonic() < deadline:
             try:
-                await asyncio.wait_for(one(number), timeout=step["stuck_after_s"])
+                await asyncio.wait_for(one(request), timeout=step["stuck_after_s"])
             except TimeoutError:
                 counts["stuck"] += 1
-            number += step["clients"]
+            request += step["clients"]
+
+    def found() -> dict[str, Any]:
+        return {"counts": counts | {"seconds": round(time.monotonic() - began, 1)}, "checked": checked}
+
+    async def keep() -> None:
+        while time.monotonic() < deadline:
+            await asyncio.sleep(5)
+            write_whole(rolling, found())
 
     async def everyone() -> None:
-        await asyncio.gather(*(client(i) for i in range(step["clients"])))
+        await asyncio.gather(keep(), *(client(i) for i in range(step["clients"])))
 
     engine.loop.run_until_complete(everyone())
-    engine.flush_cache()
-    after = [row for p in checks for row in _generate(engine, [p], 32)]
-    partings = [part(a, b) for a, b in zip(before, after, strict=True)]
-    return counts | {"seconds": step["seconds"], "checks": [p._asdict() for p in partings]}
+    return found()
+
+
+def write_whole(file: Path, value: Any) -> None:
+    """As JSON, so that a reader never sees half of it."""
+    scratch = file.with_suffix(".part")
+    scratch.write_text(json.dumps(value))
+    scratch.rename(file)
 
 
 def worker(job_file: str, result_file: str) -> None:
+    """The job's steps, then those that come as lines of standard input until it ends."""
     job = json.loads(Path(job_file).read_text())
     engine_spec = Engine(**job["engine"])
     began = time.monotonic()
@@ -332,25 +386,26 @@ def worker(job_file: str, result_file: str) -> None:
     engine = sglang.Engine(**engine_spec.arguments(Path(job["model"])))
     result: dict[str, Any] = {"up_s": time.monotonic() - began, "steps": []}
     print(f"UP in {result['up_s']:.0f} s", flush=True)
-    kinds = {"batch": _answers, "alone": _answers, "speed": _speed, "soak": _soak}
+    kinds = {"batch": _answers, "preload": _preload, "speed": _speed, "soak": _soak}
     try:
         info = engine.get_server_info()
         names = ("max_total_num_tokens", "dcp_size", "dcp_block_size", "dcp_comm_backend", "attention_backend")
         result["server"] = {name: info.get(name) for name in names}
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         result["server"] |= {k: scheduler.get(k) for k in ("max_total_num_tokens", "dcp_layout")}
-        for number, step in enumerate(job["steps"]):
+        write_whole(Path(result_file), result)
+        for number, step in enumerate(itertools.chain(job["steps"], map(json.loads, sys.stdin))):
             step_began = time.monotonic()
             outcome = kinds[step["kind"]](engine, step)
             took = time.monotonic() - step_began
             result["steps"].append({"kind": step["kind"], "name": step.get("name"), "took_s": took, "outcome": outcome})
             print(f"STEP {number} {step['kind']} {step.get('name', '')} {took:.1f} s", flush=True)
             # After every step: a later one that hangs doesn't cost the earlier ones' results.
-            Path(result_file).write_text(json.dumps(result))
+            write_whole(Path(result_file), result)
         if os.environ.get(AUDIT_VARIABLE):
             engine.collective_rpc("dcp_block_audit", name="end")
         result["complete"] = True
-        Path(result_file).write_text(json.dumps(result))
+        write_whole(Path(result_file), result)
     finally:
         engine.shutdown()
 
@@ -371,13 +426,89 @@ class Outcome:
     """result: the worker's file, possibly incomplete. failure: why, with the log's last lines; "" if it went well."""
 
     job: Job
-    result: dict[str, Any]
-    audit: Path | None
-    failure: str = ""
+    result: dict[str, Any] = field(default_factory=dict)
+    audit: Path | None = None
+    failure: str = "not run yet"
     seconds: float = 0.0
 
-    def step(self, name: str) -> list[dict[str, Any]] | None:
+    def step(self, name: str) -> list[Answer] | None:
         return next((s["outcome"] for s in self.result.get("steps", []) if s["name"] == name), None)
+
+
+class WorkerFailed(RuntimeError):
+    """The worker ended or did not answer in time; the message ends with its log's last lines."""
+
+
+class Worker:
+    """An engine in a process of its own, driven step by step."""
+
+    def __init__(self, job: Job, model: Path, work: Path) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        self.job, self.work = job, work
+        self.audit = work / "audit" if job.audit else None
+        self.began = time.monotonic()
+        request = work / "job.json"
+        request.write_text(json.dumps({"engine": asdict(job.engine), "model": str(model), "steps": job.steps}))
+        with (work / "log.txt").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(request), str(work / "result.json")],
+                env=job.engine.environment(self.audit),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+
+    def result(self) -> dict[str, Any]:
+        file = self.work / "result.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def wait_steps(self, count: int, deadline: float) -> dict[str, Any]:
+        """The result once ``count`` steps are done; 0 waits for the engine to be up.
+
+        Raises:
+            WorkerFailed: the process ended, or ``deadline`` (monotonic) passed.
+        """
+        while True:
+            result = self.result()
+            if result and len(result["steps"]) >= count:
+                return result
+            if self.process.poll() is not None:
+                raise WorkerFailed(f"ended with {self.process.poll()}; {self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise WorkerFailed(f"no answer in time; {self.log_tail()}")
+            time.sleep(0.05)
+
+    def ask(self, step: dict[str, Any], deadline: float) -> Any:
+        """The outcome of one more step. Raises :class:`WorkerFailed`."""
+        done = len(self.result().get("steps", []))
+        try:
+            self.process.stdin.write(json.dumps(step) + "\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise WorkerFailed(f"{error}; {self.log_tail()}") from error
+        return self.wait_steps(done + 1, deadline)["steps"][done]["outcome"]
+
+    def finish(self, deadline: float) -> Outcome:
+        """No more steps: wait until the worker has ended, or end it."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            code: Any = self.process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = "stopped at the end of the time"
+        self.stop()
+        result = self.result()
+        failure = "" if code == 0 and result.get("complete") else f"exit {code}; {self.log_tail()}"
+        return Outcome(self.job, result, self.audit, failure, time.monotonic() - self.began)
+
+    def stop(self) -> None:
+        kill_session(self.process)
+
+    def log_tail(self) -> str:
+        return f"{self.work / 'log.txt'} ends with:\n{tail(self.work / 'log.txt')}"
 
 
 def tail(log: Path, lines: int = 12) -> str:
@@ -392,29 +523,35 @@ def kill_session(process: subprocess.Popen) -> None:
 
 
 def run_jobs(
-    jobs: list[Job], model: Path, work: Path, at_once: int, deadline: float, say: Any = print
+    jobs: list[Job],
+    model: Path,
+    work: Path,
+    at_once: int,
+    deadline: float,
+    say: Callable[[str], None] = print,
+    done: Callable[[list[Outcome]], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run ``jobs`` in order, ``at_once`` at a time, until ``deadline`` (monotonic)."""
-    outcomes: list[Outcome | None] = [None] * len(jobs)
-    gate = threading.Semaphore(at_once)
+    """Run ``jobs`` in order, ``at_once`` at a time, until ``deadline`` (monotonic). done: called after each one."""
+    outcomes = [Outcome(job) for job in jobs]
+    gate, one_at_a_time = threading.Semaphore(at_once), threading.Lock()
 
     def run(number: int, job: Job) -> None:
         try:
-            outcomes[number] = _run_job(job, model, work / job.engine.name, deadline)
+            outcome = Worker(job, model, work / job.engine.name).finish(deadline)
         finally:
             gate.release()
-        outcome = outcomes[number]
-        if outcome.failure and (together := job.steps[0].get("together")):
-            (Path(together["folder"]) / f"{job.engine.name}.up").touch()  # nobody need wait for it
-        state = "failed" if outcome.failure else "ok"
-        say(f"  {job.engine.name}: {state}, {outcome.seconds:.0f} s (up {outcome.result.get('up_s', 0):.0f})")
+        with one_at_a_time:
+            outcomes[number] = outcome
+            state = "failed" if outcome.failure else "ok"
+            say(f"  {job.engine.name}: {state}, {outcome.seconds:.0f} s (up {outcome.result.get('up_s', 0):.0f})")
+            done(outcomes)
 
     threads = []
     for number, job in enumerate(jobs):
         gate.acquire()
         if deadline - time.monotonic() < job.needs_s:
             gate.release()
-            outcomes[number] = Outcome(job, {}, None, f"not run: needs about {job.needs_s:.0f} s, too little time left")
+            outcomes[number].failure = f"not run: needs about {job.needs_s:.0f} s, too little time left"
             say(f"  {job.engine.name}: {outcomes[number].failure}")
             continue
         threads.append(threading.Thread(target=run, args=(number, job)))
@@ -422,122 +559,10 @@ def run_jobs(
         time.sleep(1.0)  # ports are picked by trying
     for thread in threads:
         thread.join()
-    return [outcome for outcome in outcomes if outcome is not None]
-
-
-def _run_job(job: Job, model: Path, work: Path, deadline: float) -> Outcome:
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    request, answer, log = work / "job.json", work / "result.json", work / "log.txt"
-    request.write_text(json.dumps({"engine": asdict(job.engine), "model": str(model), "steps": job.steps}))
-    audit_folder = work / "audit" if job.audit else None
-    began = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(request), str(answer)],
-            env=job.engine.environment(audit_folder),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        code: Any = process.wait(timeout=max(1.0, deadline - began))
-    except subprocess.TimeoutExpired:
-        code = "stopped at the end of the time"
-    finally:
-        kill_session(process)
-    result = json.loads(answer.read_text()) if answer.exists() else {}
-    failure = "" if code == 0 and result.get("complete") else f"exit {code}; {log} ends with:\n{tail(log)}"
-    return Outcome(job, result, audit_folder, failure, time.monotonic() - began)
-
-
-# -- judging -----------------------------------------------------------------------------------------------------------
-
-
-class Parting(NamedTuple):
-    """How two greedy answers to one prompt compare.
-
-    at: first differing token, None if none. gap: top-2 logprob gap there, of the first engine. before: largest
-    logprob distance before it. tokens: compared.
-    """
-
-    prompt: int
-    cached: int | None
-    at: int | None
-    gap: float
-    before: float
-    tokens: int
-
-
-def part(a: dict[str, Any], b: dict[str, Any]) -> Parting:
-    at = next((i for i, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=False)) if x != y), None)
-    end = len(a["ids"]) if at is None else at
-    distances = [abs(x - y) for x, y in zip(a["logprobs"][:end], b["logprobs"][:end], strict=True)]
-    bad = [d for d in distances if not d <= 1e30]  # NaN
-    before = float("inf") if bad else max(distances, default=0.0)
-    return Parting(a["prompt"], b["cached"], at, 0.0 if at is None else a["gaps"][at], before, end)
-
-
-def compare(reference: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[Parting]:
-    return [part(a, b) for a, b in zip(reference, other, strict=True)]
-
-
-class Noise(NamedTuple):
-    """What DCP1 differs from itself by: logprob distance before a parting, and top-2 gap at one."""
-
-    before: float
-    gap: float
-
-    def limit(self) -> float:
-        return NOISE_FACTOR * max(self.before, self.gap, NOISE_FLOOR)
-
-
-def noise_of(partings: Sequence[Parting]) -> Noise:
-    return Noise(
-        max((p.before for p in partings), default=0.0), max((p.gap for p in partings if p.at is not None), default=0.0)
-    )
-
-
-class Verdict(NamedTuple):
-    """wrong: prompts whose difference exceeds the noise, in words. equal: answers equal to the last token."""
-
-    wrong: list[str]
-    equal: int
-    asked: int
-    worst_before: float
-    worst_gap: float
-
-
-def judge(partings: Sequence[Parting], noise: Noise) -> Verdict:
-    limit, wrong = noise.limit(), []
-    for p in partings:
-        if not p.before <= limit:
-            wrong.append(f"prompt of {p.prompt}: logprobs {p.before:.3f} apart before token {p.at}, noise {limit:.3f}")
-        elif p.at is not None and p.gap > limit:
-            wrong.append(f"prompt of {p.prompt}: another token at {p.at} over a gap of {p.gap:.3f}, noise {limit:.3f}")
-    observed = noise_of(partings)
-    return Verdict(wrong, sum(p.at is None for p in partings), len(partings), observed.before, observed.gap)
-
-
-def audit(reference: Path, records: Path, dcp_size: int, block: int) -> dict[str, Any]:
-    """Does every KV row lie where the layout says? And the control: would another block size be noticed?"""
-    from sglang_dcp_block.dcp.layout import DcpLayout
-    from sglang_dcp_block.testing.audit import Reference, audit_requests, load_requests
-
-    known, found = Reference(load_requests(reference)), load_requests(records)
-    report = audit_requests(DcpLayout(dcp_size, block), found, known, AUDIT_TOLERANCE)
-    control = audit_requests(DcpLayout(dcp_size, 2 if block == 1 else block // 2), found, known, AUDIT_TOLERANCE)
-    return {
-        "ok": report.compared > 0 and not report.mismatches and not report.written,
-        "compared": report.compared, "mismatches": report.mismatches, "max_abs_diff": report.max_abs_diff,
-        "unowned": report.unowned, "written": report.written, "uncovered": report.uncovered,
-        "complaints": report.complaints, "control_noticed": bool(control.mismatches or control.written),
-    }  # fmt: skip
+    return outcomes
 
 
 # -- PD ----------------------------------------------------------------------------------------------------------------
-
-PD_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -697,7 +722,7 @@ def run_pd(
             found["pairs"][name] = {"costs": [], "answers": []}
         rounds = [(n, r) for r in range(repeats + 1) for n in lengths]  # the first round warms up
         for n, r in rounds:
-            ids = prompts([n], 1000 * r + n, vocab)[0]
+            ids = random_prompts([n], 1000 * r + n, vocab)[0]
             for name, pair in list(running.items()):
                 if time.monotonic() > deadline - 10:
                     found["failed"].setdefault("time", f"stopped before round {r}, {n} tokens")

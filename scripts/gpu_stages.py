@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import gpu_judge
 import gpu_run
 import typer
-from gpu_run import Engine, Job, Outcome, Pair
+from gpu_run import Engine, Job, Outcome, Pair, Worker
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,8 @@ REHEARSAL_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 
 @dataclass
 class Context:
-    """Where and how long a stage may run."""
+    """Where and how long a stage may run. save: keeps what a stage has found so far. quiet: a file; timed cells wait
+    until it exists."""
 
     model: Path
     vocab: int
@@ -37,16 +39,26 @@ class Context:
     deadline: float
     rehearse: bool
     say: Callable[[str], None]
+    save: Callable[[dict[str, Any]], None]
+    quiet: Path | None = None
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
 
 
 @dataclass
 class Stage:
-    """One part of a plan. needs_s: about how long it takes. at_once: engines side by side (never when timed)."""
+    """One part of a plan. needs_s: about how long it takes. at_once: engines side by side.
+
+    sizes: of the model, the plan's if None. weights: are they written, or dummies?
+    """
 
     name: str
     what: str
     needs_s: float
     at_once: int = 1
+    sizes: TinyMla | None = None
+    weights: bool = True
 
     def engines(self) -> list[Engine]:
         raise NotImplementedError
@@ -57,18 +69,12 @@ class Stage:
     def _ready(self, engine: Engine, context: Context) -> Engine:
         return gpu_run.rehearsed(engine) if context.rehearse else engine
 
-    def _run(self, jobs: list[Job], context: Context) -> dict[str, Outcome]:
-        jobs = [replace(job, engine=self._ready(job.engine, context)) for job in jobs]
-        at_once = 1 if context.rehearse else self.at_once
-        outcomes = gpu_run.run_jobs(jobs, context.model, context.work, at_once, context.deadline, context.say)
-        return {outcome.job.engine.name: outcome for outcome in outcomes}
-
 
 @dataclass
 class Answers(Stage):
     """Greedy answers of every layout against DCP1 of the same backend, and the pool audit.
 
-    others: engine -> name of its reference. The reference's own noise is fresh batch against one at a time.
+    others: engine -> name of its reference. The reference's own noise: one batch against batches of four and of one.
     """
 
     references: list[Engine] = field(default_factory=list)
@@ -82,88 +88,193 @@ class Answers(Stage):
 
     def run(self, context: Context) -> dict[str, Any]:
         lengths = REHEARSAL_LENGTHS if context.rehearse else self.lengths
-        steps = gpu_run.answer_steps(lengths, 8 if context.rehearse else self.new_tokens, context.vocab)
-        jobs = [Job(engine, steps, audit=self.audit) for engine in self.engines()]
-        outcomes = self._run(jobs, context)
-        found: dict[str, Any] = {"engines": {}, "noise": {}}
-        for name, outcome in outcomes.items():
+        tokens = 8 if context.rehearse else self.new_tokens
+        known, asked = (gpu_run.answer_steps(lengths, tokens, context.vocab, reference) for reference in (True, False))
+        jobs = [
+            Job(self._ready(e, context), known if e in self.references else asked, audit=self.audit)
+            for e in self.engines()
+        ]
+        outcomes = gpu_run.run_jobs(
+            jobs, context.model, context.work, 1 if context.rehearse else self.at_once, context.deadline, context.say,
+            lambda outcomes: context.save(self._found(outcomes)),
+        )  # fmt: skip
+        return self._found(outcomes)
+
+    def _found(self, outcomes: list[Outcome]) -> dict[str, Any]:
+        by_name = {outcome.job.engine.name: outcome for outcome in outcomes}
+        found: dict[str, Any] = {"engines": {}, "noise": {}, "control": {}}
+        for name, outcome in by_name.items():
             found["engines"][name] = {
                 "failure": outcome.failure, "up_s": outcome.result.get("up_s"), "server": outcome.result.get("server"),
-                "answers": {s["name"]: s["outcome"] for s in outcome.result.get("steps", [])},
             }  # fmt: skip
         for reference in self.references:
-            fresh, alone = (outcomes[reference.name].step(s) for s in ("fresh", "alone"))
-            if fresh and alone:
-                noise = gpu_run.noise_of(gpu_run.compare(fresh[: len(alone)], alone))
+            outcome = by_name[reference.name]
+            fresh, alone, fours, changed = (outcome.step(s) for s in ("fresh", "alone", "fours", "changed"))
+            if fresh and alone and fours:
+                itself = gpu_judge.compare(fresh, fours) + gpu_judge.compare(fresh[: len(alone)], alone)
+                noise = gpu_judge.noise_of(itself)
                 found["noise"][reference.name] = noise._asdict() | {"limit": noise.limit()}
+                if changed:
+                    found["control"][reference.name] = [
+                        {"prompt": a["prompt"], "noticed": bool(gpu_judge.judge([gpu_judge.part(a, b)], noise).wrong)}
+                        for a, b in zip(fresh, changed, strict=True)
+                    ]
         for engine, reference_name in self.others:
-            mine, theirs = outcomes[engine.name], outcomes[reference_name]
-            entry = found["engines"][engine.name]
-            entry["reference"] = reference_name
-            if reference_name not in found["noise"]:
-                continue
-            noise = gpu_run.Noise(*(found["noise"][reference_name][k] for k in ("before", "gap")))
-            entry["verdicts"], entry["partings"] = {}, {}
-            for step in ("fresh", "again", "alone"):
-                got, want = mine.step(step), theirs.step(step)
-                if got and want:
-                    partings = gpu_run.compare(want, got)
-                    entry["partings"][step] = [p._asdict() for p in partings]
-                    entry["verdicts"][step] = gpu_run.judge(partings, noise)._asdict()
-            if mine.audit and theirs.audit and not mine.failure and not theirs.failure:
-                spec = mine.job.engine
-                try:
-                    entry["audit"] = gpu_run.audit(theirs.audit, mine.audit, spec.dcp, spec.block or 1)
-                except (ValueError, FileNotFoundError) as error:
-                    entry["audit"] = {"ok": False, "complaints": [str(error)]}
+            self._judge(by_name[engine.name], by_name[reference_name], found)
         return found
+
+    def _judge(self, mine: Outcome, theirs: Outcome, found: dict[str, Any]) -> None:
+        entry, reference = found["engines"][mine.job.engine.name], theirs.job.engine.name
+        entry["reference"] = reference
+        if reference not in found["noise"]:
+            return
+        noise = gpu_judge.Noise(*(found["noise"][reference][k] for k in ("before", "gap")))
+        entry["verdicts"], entry["partings"] = {}, {}
+        for step in ("fresh", "again", "alone"):
+            got, want = mine.step(step), theirs.step(step)
+            if got and want:
+                partings = gpu_judge.compare(want, got)
+                entry["partings"][step] = [p._asdict() for p in partings]
+                entry["verdicts"][step] = gpu_judge.judge(partings, noise)._asdict()
+        if mine.audit and theirs.audit and not mine.failure and not theirs.failure:
+            spec = mine.job.engine
+            try:
+                entry["audit"] = gpu_judge.audit(theirs.audit, mine.audit, spec.dcp, spec.block or 1)
+            except (ValueError, FileNotFoundError) as error:
+                entry["audit"] = {"ok": False, "complaints": [str(error)]}
 
 
 @dataclass
 class Speed(Stage):
-    """Time per output token. All engines are up at once, and one at a time is asked, cell by cell in turns."""
+    """Time per output token. All engines are up at once; one at a time is asked, in turns within every cell. Two rounds
+    per cell in each sweep over the cells.
+
+    rows: distinct tokens of a batch, so that pools of all engines fit; a larger batch shares prefixes, every
+    ``rows // context`` requests the same ones again. pairs: (over, under) for the ratios.
+    """
 
     timed: list[Engine] = field(default_factory=list)
     cells: Sequence[tuple[int, int]] = ()
+    rows: int = 0
+    pairs: Sequence[tuple[str, str]] = ()
+    sweeps: int = 2
+    tokens: int = 129
+    chunk: int = 16
 
     def engines(self) -> list[Engine]:
         return self.timed
 
     def run(self, context: Context) -> dict[str, Any]:
-        cells = [(1, 64), (2, 128)] if context.rehearse else self.cells
-        together: dict[str, Any] = {}
-        if not context.rehearse:
-            self.at_once = len(self.timed)
-            together = {"folder": tempfile.mkdtemp(dir=context.work), "engines": len(self.timed)}
-        steps = gpu_run.speed_steps(cells, context.vocab, 4 if context.rehearse else 64, together)
-        outcomes = self._run([Job(engine, steps) for engine in self.timed], context)
-        return {
-            name: {"failure": o.failure, "cells": [s["outcome"] for s in o.result.get("steps", [])]}
-            for name, o in outcomes.items()
+        cells, tokens, chunk, rows = self.cells, self.tokens, self.chunk, self.rows
+        if context.rehearse:
+            cells, tokens, chunk, rows = [(1, 128), (2, 128), (4, 512)], 13, 4, 1024
+        found: dict[str, Any] = {"failed": {}, "cells": list(cells), "rounds": {e.name: [] for e in self.timed}}
+        workers: dict[str, Worker] = {}
+
+        def ask(name: str, step: dict[str, Any]) -> Any:
+            try:
+                return workers[name].ask(step, context.deadline)
+            except gpu_run.WorkerFailed as error:
+                found["failed"][name] = str(error)
+                workers.pop(name).stop()
+                return None
+
+        loaded = None
+        try:
+            self._start(workers, found, context)
+            for sweep in range(self.sweeps):
+                for batch, length in cells:
+                    distinct = [length] * min(max(b for b, n in cells if n == length), rows // length)
+                    step = {"lengths": distinct, "seed": length, "vocab": context.vocab}
+                    if length != loaded:
+                        for name in list(workers):
+                            ask(name, step | {"kind": "preload"})
+                    loaded = length
+                    began = time.monotonic()
+                    for number in (2 * sweep, 2 * sweep + 1, 2 * sweep + 2)[sweep > 0 :]:
+                        if context.left() < 1.3 * (time.monotonic() - began) / max(number - 2 * sweep, 1) + 10:
+                            found["failed"]["time"] = f"stopped at {batch} x {length}, round {number}"
+                            return self._summary(found)
+                        turn = number % max(len(workers), 1)
+                        for name in [*workers, *workers][turn : turn + len(workers)]:
+                            outcome = ask(name, step | {
+                                "kind": "speed", "batch": batch, "context": length, "round": number, "chunk": chunk,
+                                "tokens": tokens if number else 2 * chunk + 1,
+                            })  # fmt: skip
+                            if outcome and number:  # round 0 warms up
+                                found["rounds"][name].append(outcome)
+                        context.save(self._summary(found))
+                    took = time.monotonic() - began
+                    context.say(f"  {batch} x {length}: {took:.0f} s, {context.left():.0f} s left")
+        finally:
+            for worker in workers.values():
+                worker.stop()
+        return self._summary(found)
+
+    def _start(self, workers: dict[str, Worker], found: dict[str, Any], context: Context) -> None:
+        """All engines up, the machine quiet."""
+        for engine in self.timed:
+            job = Job(self._ready(engine, context), [])
+            workers[engine.name] = Worker(job, context.model, context.work / engine.name)
+            if context.rehearse:
+                workers[engine.name].wait_steps(0, context.deadline)
+            time.sleep(1.0)
+        found["server"] = {}
+        for name, worker in list(workers.items()):
+            try:
+                result = worker.wait_steps(0, context.deadline)
+                found["server"][name] = result["server"] | {"up_s": result["up_s"]}
+            except gpu_run.WorkerFailed as error:
+                found["failed"][name] = str(error)
+                workers.pop(name).stop()
+        context.say(f"  up: {list(workers)}, {context.left():.0f} s left")
+        while context.quiet and not context.quiet.exists() and context.left() > 60:
+            time.sleep(0.5)
+
+    def _summary(self, found: dict[str, Any]) -> dict[str, Any]:
+        return found | {
+            "rows": gpu_judge.speed_rows(found["rounds"]),
+            "ratios": gpu_judge.speed_ratios(found["rounds"], self.pairs),
         }
 
 
 @dataclass
 class Soak(Stage):
-    """Mixed lengths, prefix reuse and aborts for a while."""
+    """Mixed lengths, prefix reuse and aborts for a while, answers judged by a DCP1 engine's."""
 
     engine: Engine = field(default_factory=lambda: Engine("soak"))
+    reference: Engine = field(default_factory=lambda: Engine("soak-dcp1"))
     seconds: float = 600.0
 
     def engines(self) -> list[Engine]:
-        return [self.engine]
+        return [self.reference, self.engine]
 
     def run(self, context: Context) -> dict[str, Any]:
-        seconds = 20.0 if context.rehearse else min(self.seconds, context.deadline - time.monotonic() - 120)
+        longest, tokens, clients = (300, 16, 2) if context.rehearse else (20_000, 80, 16)
+        bank = gpu_run.soak_bank(longest, context.vocab)
+        if context.rehearse:
+            bank = bank[::6]
+        known = [
+            gpu_run.batch_step("sevens", bank, tokens, 7),
+            gpu_run.batch_step("whole", bank, tokens, len(bank)),
+        ]
+        rolling = context.work / "soak-rolling.json"
+        rolling.unlink(missing_ok=True)
         step = {
-            "kind": "soak", "seconds": seconds, "clients": 2 if context.rehearse else 24, "stuck_after_s": 120.0,
-            "longest": 300 if context.rehearse else 20_000, "vocab": context.vocab,
+            "kind": "soak", "seconds": 20.0 if context.rehearse else self.seconds, "clients": clients, "bank": bank,
+            "stuck_after_s": 120.0, "longest": longest, "vocab": context.vocab, "new_tokens": tokens,
+            "rolling": str(rolling), "until": context.deadline - 30,
         }  # fmt: skip
-        outcomes = self._run([Job(self.engine, [step], needs_s=seconds + 60)], context)
-        return {
-            n: {"failure": o.failure, "soak": [s["outcome"] for s in o.result.get("steps", [])]}
-            for n, o in outcomes.items()
-        }
+        jobs = [Job(self._ready(self.reference, context), known), Job(self._ready(self.engine, context), [step])]
+        at_once = 1 if context.rehearse else 2
+        reference, soaked = gpu_run.run_jobs(jobs, context.model, context.work, at_once, context.deadline, context.say)
+        found: dict[str, Any] = {"failed": {o.job.engine.name: o.failure for o in (reference, soaked) if o.failure}}
+        rows = soaked.result.get("steps") or []
+        outcome = rows[0]["outcome"] if rows else json.loads(rolling.read_text()) if rolling.exists() else None
+        sevens, whole = reference.step("sevens"), reference.step("whole")
+        if outcome and sevens and whole:
+            found["soak"] = gpu_judge.judge_soak(sevens, whole, outcome["checked"], outcome["counts"])
+        return found
 
 
 @dataclass
@@ -190,8 +301,20 @@ class PrefillDecode(Stage):
         found["rows"] = gpu_run.pd_rows(found, self.against)
         base = found["pairs"].get(self.against, {}).get("answers", [])
         for data in found["pairs"].values():
-            data["partings"] = [p._asdict() for p in map(gpu_run.part, base, data["answers"])]
+            data["partings"] = [p._asdict() for p in map(gpu_judge.part, base, data["answers"])]
         return found
+
+
+def layouts(two: Engine, short: str) -> list[Engine]:
+    """Every DCP 2 layout of ``two``'s backend: B = 64, 1, 16 with both merges, and stock where it exists."""
+    found = [
+        replace(two, name=f"{short}-b{block}{suffix}", block=block, comm=comm)
+        for comm, suffix in (("a2a", ""), ("ag_rs", "-agrs"))
+        for block in (64, 1, 16)
+    ]
+    if two.backend == "flashinfer":
+        found.insert(1, replace(two, name=f"{short}-stock"))
+    return found
 
 
 @dataclass
@@ -246,6 +369,10 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
             "" if not audit else str(audit.get("control_noticed")),
         )  # fmt: skip
     console.print(table)
+    for name, prompts in found["control"].items():
+        noticed = [str(p["prompt"]) for p in prompts if p["noticed"]]
+        console.print(f"  control, {name} with 64 other tokens: noticed in {len(noticed)} of {len(prompts)} prompts")
+        console.print(f"    of {', '.join(noticed) or 'no length'}")
     for name, entry in found["engines"].items():
         for step, verdict in entry.get("verdicts", {}).items():
             for line in verdict["wrong"][:3]:
@@ -256,21 +383,52 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
             console.print(f"  {name}: {entry['failure'][-1500:]}", markup=False)
 
 
-def _show_speed(found: dict[str, Any], console: Console) -> None:
-    table = Table(title="time per output token, ms")
-    cells = sorted({(c["batch"], c["context"]) for e in found.values() for c in e["cells"]}, key=lambda x: (x[1], x[0]))
-    table.add_column("engine")
-    for batch, context in cells:
+def _by_cell(title: str, rows: list[dict[str, Any]], name: Callable[[dict], str], cell: Callable[[dict], str]) -> Table:
+    """One line per name, one column per batch and context."""
+    table = Table(title=title)
+    cells = sorted({(r["context"], r["batch"]) for r in rows})
+    table.add_column("")
+    for context, batch in cells:
         table.add_column(f"{batch} x {context}", justify="right")
-    for name, entry in found.items():
-        by = {(c["batch"], c["context"]): c["tpot_ms"] for c in entry["cells"]}
-        table.add_row(
-            name + (" FAILED" if entry["failure"] else ""), *(f"{by[c]:.3f}" if c in by else "" for c in cells)
+    for line in dict.fromkeys(map(name, rows)):
+        by = {(r["context"], r["batch"]): cell(r) for r in rows if name(r) == line}
+        table.add_row(line, *(by.get(c, "") for c in cells))
+    return table
+
+
+def _show_speed(found: dict[str, Any], console: Console) -> None:
+    title = "ms per output token, median and quartiles (batch x context)"
+    engine = lambda r: r["engine"]  # noqa: E731
+    times = lambda r: f"{r['tpot_ms']:.2f} ({r['low_ms']:.2f}, {r['high_ms']:.2f})"  # noqa: E731
+    console.print(_by_cell(title, found["rows"], engine, times))
+    console.print(_by_cell("tokens per second", found["rows"], engine, lambda r: f"{r['tokens_per_second']:.0f}"))
+    console.print(
+        _by_cell(
+            "ratio of times, median (smallest, largest) over rounds",
+            found["ratios"],
+            lambda r: f"{r['over']} / {r['under']}",
+            lambda r: f"{r['ratio']:.3f} ({r['low']:.3f}, {r['high']:.3f})",
         )
+    )
+    _show_failures(found, console)
+
+
+def _show_failures(found: dict[str, Any], console: Console) -> None:
+    for name, text in found["failed"].items():
+        console.print(f"  {name} FAILED: {text[-1500:]}", markup=False)
+
+
+def _show_soak(found: dict[str, Any], console: Console) -> None:
+    table = Table(title="soak")
+    table.add_column("what")
+    table.add_column("found", justify="right")
+    for name, value in found.get("soak", {}).items():
+        shown = len(value) if isinstance(value, list) else json.dumps(value) if isinstance(value, dict) else value
+        table.add_row(name, f"{shown:.4g}" if isinstance(shown, float) else str(shown))
     console.print(table)
-    for name, entry in found.items():
-        if entry["failure"]:
-            console.print(f"  {name}: {entry['failure'][-800:]}", markup=False)
+    for line in found.get("soak", {}).get("wrong", [])[:5]:
+        console.print(f"  {line}", markup=False)
+    _show_failures(found, console)
 
 
 def _show_pd(found: dict[str, Any], console: Console) -> None:
@@ -297,19 +455,42 @@ def _show_pd(found: dict[str, Any], console: Console) -> None:
             f"{(row['pack_buffer_bytes'] or 0) / 1e6:.1f}",
         )  # fmt: skip
     console.print(table)
-    for name, text in found["failed"].items():
-        console.print(f"  {name} FAILED: {text[-1500:]}", markup=False)
+    _show_failures(found, console)
 
 
-def show(stage: Stage, found: dict[str, Any], console: Console) -> None:
-    if isinstance(stage, Answers):
-        _show_answers(found, console)
-    elif isinstance(stage, Speed):
-        _show_speed(found, console)
-    elif isinstance(stage, PrefillDecode):
-        _show_pd(found, console)
-    else:
-        console.print_json(json.dumps(found))
+SHOWN: dict[type[Stage], Callable[[dict[str, Any], Console], None]] = {
+    Answers: _show_answers,
+    Speed: _show_speed,
+    PrefillDecode: _show_pd,
+    Soak: _show_soak,
+}
+
+
+def plot_speed(found: dict[str, Any], file: Path) -> None:
+    """Time per output token over context, one panel per batch size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = sorted({r["batch"] for r in found["rows"]})
+    figure, panels = plt.subplots(1, len(batches), figsize=(4.2 * len(batches), 3.6), squeeze=False)
+    for panel, batch in zip(panels[0], batches, strict=True):
+        for engine in dict.fromkeys(r["engine"] for r in found["rows"]):
+            rows = [r for r in found["rows"] if (r["engine"], r["batch"]) == (engine, batch)]
+            bars = [[r["tpot_ms"] - r["low_ms"] for r in rows], [r["high_ms"] - r["tpot_ms"] for r in rows]]
+            panel.errorbar(
+                [r["context"] for r in rows],
+                [r["tpot_ms"] for r in rows],
+                yerr=bars,
+                label=engine,
+                marker="o",
+                capsize=3,
+            )
+        panel.set(title=f"batch {batch}", xlabel="context, tokens", ylabel="ms per output token", xscale="log", ylim=0)
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -327,45 +508,65 @@ def command(plan: Plan) -> typer.Typer:
         out: Annotated[Path, typer.Option(help="Folder for one JSON file per stage.")] = Path("benchmark/results"),
         prefix: Annotated[str, typer.Option(help="Begins the JSON files' names.")] = "gpu",
         only: Annotated[str, typer.Option(help="Regular expression: engines to start besides the references.")] = "",
+        quiet: Annotated[Path | None, typer.Option(help="Timed cells wait until this file exists.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="List the plan and check what it needs.")] = False,
         rehearse: Annotated[
             bool, typer.Option("--rehearse", help="Tiny sizes and 2 ranks on the CPU test bed.")
         ] = False,
+        show: Annotated[bool, typer.Option("--show", help="Print and plot what OUT holds; run nothing.")] = False,
     ) -> None:
         console = Console(width=190)
         chosen = [s for s in plan.stages if not stage or s.name in stage]
         if unknown := set(stage or ()) - {s.name for s in plan.stages}:
             raise typer.BadParameter(f"no stage {sorted(unknown)}: choose from {[s.name for s in plan.stages]}")
+        if show:
+            for s in chosen:
+                _show(s, out / f"{prefix}_{s.name}.json", console)
+            return
         for s in chosen:
             _keep_only(s, only)
         if dry_run:
             raise typer.Exit(_dry_run(plan, chosen, console))
         deadline = time.monotonic() + budget
         work = Path(tempfile.gettempdir()) / f"sglang-dcp-block-{prefix}"
-        work.mkdir(parents=True, exist_ok=True)
-        sizes = REHEARSAL if rehearse else plan.sizes
-        model = gpu_run.model_folder(sizes, work)
-        context = Context(model, sizes.vocab, work, deadline, rehearse, lambda text: console.print(text, markup=False))
         out.mkdir(parents=True, exist_ok=True)
         failed = False
-        results = []
         for s in chosen:
             console.print(f"stage {s.name}: {s.what}; {deadline - time.monotonic():.0f} s left")
-            began = time.monotonic()
+            began, file = time.monotonic(), out / f"{prefix}_{s.name}.json"
+
+            def save(found: dict[str, Any], s: Stage = s, began: float = began, file: Path = file) -> None:
+                gpu_run.write_whole(file, {
+                    "environment": gpu_run.environment(), "title": plan.title, "stage": s.name,
+                    "replaced": plan.replaced, "rehearsal": rehearse, "seconds": time.monotonic() - began,
+                    "found": found,
+                })  # fmt: skip
+
+            folder = work / s.name
+            folder.mkdir(parents=True, exist_ok=True)
+            sizes = REHEARSAL if rehearse else s.sizes or plan.sizes
+            model = gpu_run.model_folder(sizes, folder, s.weights)
+            say = lambda text: console.print(text, markup=False)  # noqa: E731
+            context = Context(model, sizes.vocab, folder, deadline, rehearse, say, save, quiet)
             found = s.run(context)
-            record = {
-                "environment": gpu_run.environment(), "title": plan.title, "stage": s.name, "replaced": plan.replaced,
-                "rehearsal": rehearse, "seconds": time.monotonic() - began, "found": found,
-            }  # fmt: skip
-            (out / f"{prefix}_{s.name}.json").write_text(json.dumps(record, indent=1))
-            results.append((s, found))
-            failed |= '"failure": "exit' in json.dumps(found)
-        for s, found in results:
-            show(s, found, console)
-        console.print(str(gpu_run.environment()), markup=False)
+            save(found)
+            failed |= bool(found.get("failed")) or '"failure": "exit' in json.dumps(found)
+        for s in chosen:
+            _show(s, out / f"{prefix}_{s.name}.json", console)
         raise typer.Exit(1 if failed else 0)
 
     return app
+
+
+def _show(stage: Stage, file: Path, console: Console) -> None:
+    if not file.exists():
+        console.print(f"no {file}")
+        return
+    record = json.loads(file.read_text())
+    SHOWN[type(stage)](record["found"], console)
+    if isinstance(stage, Speed):
+        plot_speed(record["found"], file.with_suffix(".png"))
+    console.print(str(record["environment"]), markup=False)
 
 
 def _keep_only(stage: Stage, pattern: str) -> None:

@@ -1,7 +1,7 @@
-"""Real engines on one GPU: answers and pool audit of every layout, and P->D with GPU memory over Mooncake's TCP.
+"""Real engines on one GPU: answers and pool audit of every layout, long prompts, a soak, and P->D over Mooncake's TCP.
 
     python scripts/one_gpu.py --dry-run
-    python scripts/one_gpu.py --stage answers --budget 500 --out results
+    python scripts/one_gpu.py --stage answers --budget 500 --out results --prefix h200
 
 Two ranks share the card, with their collectives through the host (sglang_dcp_block.testing.one_gpu_testbed): kernels,
 pools, scheduler and models are real, speed is not. CUDA graphs run where no collective is in them: on one rank.
@@ -12,36 +12,52 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpu_run import V2_LITE, Engine, Pair
-from gpu_stages import Answers, Plan, PrefillDecode, Stage, command
+from gpu_stages import Answers, Plan, PrefillDecode, Soak, Stage, command, layouts
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 129, 500, 1024, 3000, 9000)
-PD_LENGTHS = (1000, 8192, 32768, 131072)
+LONG = (1, 64, 129, 8191, 32_768, 131_072)
+PD_LENGTHS = (1000, 8192, 32_768, 131_072)
+BACKENDS = (("tri", "triton"), ("fi", "flashinfer"))
 
 SHARED = Engine("", tp=2, bed="one_gpu", graphs=False, context=40_000, max_tokens=65_536, chunked=4096)
-ALONE = replace(SHARED, tp=1, graphs=True)
+LARGE = replace(SHARED, context=140_000, max_tokens=300_000, chunked=16_384)
 
 
 def answers() -> Stage:
     references, others = [], []
-    for short, backend in (("tri", "triton"), ("fi", "flashinfer")):
+    for short, backend in BACKENDS:
         references.append(replace(SHARED, name=f"{short}-dcp1", backend=backend))
-        two = replace(SHARED, dcp=2, backend=backend)
-        layouts = [replace(two, name=f"{short}-b{b}", block=b) for b in (64, 1, 16)]
-        layouts.append(replace(two, name=f"{short}-b64-agrs", block=64, comm="ag_rs"))
-        if backend == "flashinfer":
-            layouts.append(replace(two, name="fi-stock"))
-        layouts.append(replace(ALONE, name=f"{short}-tp1-graphs", backend=backend))
-        others += [(engine, f"{short}-dcp1") for engine in layouts]
+        tried = layouts(replace(SHARED, dcp=2, backend=backend), short)
+        tried.append(replace(SHARED, name=f"{short}-tp1-graphs", backend=backend, tp=1, graphs=True))
+        others += [(engine, f"{short}-dcp1") for engine in tried]
+    others.sort(key=lambda pair: ("agrs" in pair[0].name, "b64" not in pair[0].name))
     return Answers(
-        "answers", "tokens, logprobs and KV rows of DCP2 against DCP1", 420, at_once=5, references=references,
-        others=others, lengths=LENGTHS, audit=True,
+        "answers", "tokens, logprobs and KV rows of DCP2 against DCP1", 420, at_once=4, references=references,
+        others=others, lengths=LENGTHS, new_tokens=32, audit=True,
+    )  # fmt: skip
+
+
+def long() -> Stage:
+    references = [replace(LARGE, name=f"{short}-long-dcp1", backend=backend) for short, backend in BACKENDS]
+    others = [
+        (replace(LARGE, name=f"{short}-long-b64", backend=backend, dcp=2, block=64), f"{short}-long-dcp1")
+        for short, backend in BACKENDS
+    ]
+    what = "prompts of up to 128K tokens at block 64 against DCP1"
+    return Answers("long", what, 150, at_once=4, references=references, others=others, lengths=LONG, new_tokens=32)
+
+
+def soak() -> Stage:
+    return Soak(
+        "soak", "mixed lengths, prefix reuse and aborts", 760,
+        engine=replace(SHARED, name="soak-tri-b64", dcp=2, block=64),
+        reference=replace(SHARED, name="soak-tri-dcp1", max_tokens=262_144),
     )  # fmt: skip
 
 
 def pd() -> Stage:
-    base = replace(SHARED, context=140_000, max_tokens=300_000, chunked=16384)
-    prefill = replace(base, tp=1, backend="flashinfer")
-    decode = replace(base, dcp=2, backend="flashinfer")
+    prefill = replace(LARGE, tp=1, backend="flashinfer")
+    decode = replace(LARGE, dcp=2, backend="flashinfer")
     pairs = [
         Pair("stock", replace(prefill, name="stock-prefill"), replace(decode, name="stock-decode")),
         Pair(
@@ -49,16 +65,21 @@ def pd() -> Stage:
             replace(prefill, name="block64-prefill", block=1),
             replace(decode, name="block64-decode", block=64),
         ),
+        Pair(
+            "block256",
+            replace(prefill, name="block256-prefill", block=1, page=256),
+            replace(decode, name="block256-decode", block=256, page=256),
+        ),
     ]
-    what = "block 64 against stock token round-robin with its pack buffer"
-    return PrefillDecode("pd", what, 240, pairs=pairs, against="stock", lengths=PD_LENGTHS, repeats=5)
+    what = "blocks of 64 and 256 against stock token round-robin with its pack buffer"
+    return PrefillDecode("pd", what, 150, pairs=pairs, against="stock", lengths=PD_LENGTHS, repeats=5)
 
 
 PLAN = Plan(
     "Engines on one GPU",
     1,
     V2_LITE,
-    [answers(), pd()],
+    [answers(), long(), soak(), pd()],
     replaced="NCCL by gloo over host memory between the two ranks on the card; custom all-reduce off",
 )
 

@@ -12,38 +12,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_run import V2_LITE, Engine, Pair
-from gpu_stages import Answers, Plan, PrefillDecode, Soak, Speed, Stage, command
+from gpu_run import TIMED, V2_LITE, V2_LITE_DEEP, Engine, Pair
+from gpu_stages import Answers, Plan, PrefillDecode, Soak, Speed, Stage, command, layouts
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 8191, 32_768, 131_072)
 AUDIT_LENGTHS = (1, 63, 64, 65, 127, 128, 129, 500, 3000, 9000)
-CONTEXTS = (8192, 32_768, 131_072)
-CELLS = [(batch, context) for context in CONTEXTS for batch in (1, 8, 64) if batch * context <= 64 * 32_768]
+CELLS = [(batch, context) for context in (131_072, 8192, 32_768) for batch in (8, 64, 1)]
 
 DCP1 = Engine("", tp=2, max_tokens=2_400_000)
 DCP2 = replace(DCP1, dcp=2)
 BACKENDS = (("tri", "triton"), ("fi", "flashinfer"))
 
 
-def layouts(short: str, backend: str) -> list[Engine]:
-    """Stock where it exists, then B = 64, 1, 16 with both merges, the most telling first."""
-    merges = (("a2a", ""), ("ag_rs", "-agrs"))
-    found = [
-        replace(DCP2, name=f"{short}-b{b}{suffix}", backend=backend, block=b, comm=comm)
-        for comm, suffix in merges
-        for b in (64, 1, 16)
-    ]
-    return [replace(DCP2, name="fi-stock", backend=backend), *found] if backend == "flashinfer" else found
-
-
 def answers() -> Stage:
-    references = [
-        replace(DCP1, name=f"{short}-dcp1", backend=backend, max_tokens=400_000) for short, backend in BACKENDS
+    small = replace(DCP1, max_tokens=400_000)
+    references = [replace(small, name=f"{short}-dcp1", backend=backend) for short, backend in BACKENDS]
+    others = [
+        (engine, f"{short}-dcp1")
+        for short, backend in BACKENDS
+        for engine in layouts(replace(small, dcp=2, backend=backend), short)
     ]
-    others = [(replace(e, max_tokens=400_000), f"{s}-dcp1") for s, backend in BACKENDS for e in layouts(s, backend)]
     others.sort(key=lambda pair: ("agrs" in pair[0].name, "b64" not in pair[0].name))
     what = "tokens and logprobs of every layout against DCP1"
-    return Answers("answers", what, 900, at_once=2, references=references, others=others, lengths=LENGTHS)
+    return Answers("answers", what, 500, at_once=5, references=references, others=others, lengths=LENGTHS)
 
 
 def audit() -> Stage:
@@ -60,9 +51,18 @@ def audit() -> Stage:
 
 
 def speed() -> Stage:
-    timed = [replace(DCP2, name=f"{short}-b{b}", backend=name, block=b) for short, name in BACKENDS for b in (64, 1)]
-    timed += [replace(DCP1, name=f"{short}-dcp1", backend=name) for short, name in BACKENDS]
-    return Speed("speed", "block 64 over 1, Triton over FlashInfer, DCP2 over DCP1", 800, timed=timed, cells=CELLS)
+    rows = 3 * 131_072  # the KV of 64 requests would not fit six times
+    pool, two = rows + 65_536, replace(DCP2, max_tokens=(rows + 65_536) // 2)
+    timed = [replace(two, name=f"{short}-b{b}", backend=name, block=b) for short, name in BACKENDS for b in (64, 1)]
+    timed += [replace(two, name="fi-stock", backend="flashinfer")]
+    timed += [replace(DCP1, name=f"{short}-dcp1", backend=name, max_tokens=pool) for short, name in BACKENDS]
+    timed = [replace(engine, extra=TIMED, mem_fraction=0.9) for engine in timed]
+    pairs = [("tri-b64", "tri-b1"), ("fi-b64", "fi-b1"), ("fi-b64", "fi-stock"), ("tri-b64", "fi-b64")]
+    pairs += [("tri-b64", "tri-dcp1"), ("fi-b64", "fi-dcp1")]
+    return Speed(
+        "speed", "block 64 over 1, Triton over FlashInfer, DCP2 over DCP1", 450, sizes=V2_LITE_DEEP, weights=False,
+        timed=timed, cells=CELLS, rows=rows, pairs=pairs,
+    )  # fmt: skip
 
 
 def pd() -> Stage:
@@ -75,13 +75,23 @@ def pd() -> Stage:
             replace(prefill, name="block64-prefill", block=1, base_gpu=1),
             replace(decode, name="block64-decode", block=64),
         ),
+        Pair(
+            "block256",
+            replace(prefill, name="block256-prefill", block=1, base_gpu=1, page=256),
+            replace(decode, name="block256-decode", block=256, page=256),
+        ),
     ]
-    what = "block 64 against stock token round-robin with its pack buffer"
+    what = "blocks of 64 and 256 against stock token round-robin with its pack buffer"
     return PrefillDecode("pd", what, 300, pairs=pairs, against="stock", lengths=(1000, 8192, 32_768, 131_072))
 
 
 def soak() -> Stage:
-    return Soak("soak", "mixed lengths, prefix reuse and aborts", 700, engine=replace(DCP2, name="tri-b64", block=64))
+    small = replace(DCP1, context=40_000, chunked=4096)
+    return Soak(
+        "soak", "mixed lengths, prefix reuse and aborts", 760,
+        engine=replace(small, name="soak-tri-b64", dcp=2, block=64, max_tokens=65_536),
+        reference=replace(small, name="soak-tri-dcp1", max_tokens=262_144),
+    )  # fmt: skip
 
 
 REPLACED = "custom all-reduce and FlashInfer's all-reduce fusion are off, so NCCL carries every collective"

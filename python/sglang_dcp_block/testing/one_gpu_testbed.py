@@ -22,6 +22,8 @@ NAME = "dcp_one_gpu_testbed"
 VARIABLE = "SGLANG_DCP_ONE_GPU"
 #: A file: what a prefill server sends is written there (see :mod:`sglang_dcp_block.testing.pd_trace`).
 TRACE_VARIABLE = "SGLANG_DCP_PD_TRACE"
+#: Schedulers can fill their radix cache without prefill (see :mod:`sglang_dcp_block.testing.preload`).
+PRELOAD_VARIABLE = "SGLANG_DCP_BLOCK_PRELOAD"
 #: What an engine on this bed has to be started with besides its own settings.
 ENGINE_ARGUMENTS = {
     "disable_cuda_graph": True,
@@ -129,11 +131,13 @@ _installed = False
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``: the shims, and the PD trace, each only when its variable asks for it."""
+    """Entry point ``sglang.srt.plugins``: shims, PD trace and preload, each only when its variable asks for it."""
     if os.environ.get(VARIABLE) == "1":
         install()
     if trace := os.environ.get(TRACE_VARIABLE):
         importlib.import_module("sglang_dcp_block.testing.pd_trace").install(trace)
+    if os.environ.get(PRELOAD_VARIABLE) == "1":
+        importlib.import_module("sglang_dcp_block.testing.preload").install()
 
 
 def install() -> None:
