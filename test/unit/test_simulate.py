@@ -63,6 +63,13 @@ def test_in_fresh_pools_only_a_packed_send_merges():
         assert fresh.segments == (1 if way.packed else used.segments)
 
 
+def test_blocks_larger_than_the_prefill_page_are_cut():
+    pages = np.arange(300)[::-1]
+    sends = [link_costs.segments_of(Way("", b), 64, 8, 0, 0, 16_384, pages, pages) for b in (64, 256, 1024)]
+    assert [s.n_rows.size for s in sends] == [32, 32, 32]
+    assert link_costs.segments_of(Way("", 256), 256, 8, 0, 0, 16_384, pages, pages).n_rows.size == 8
+
+
 def test_work_requests_of_rdma():
     """64 KiB each; a rest of up to 16 KiB joins: rows of 1,152 bytes, blocks of 16, 64, 256, 1024."""
     counts = {way.name: shares(way, 8, 0, 65_536)[0] for way in WAYS}
