@@ -14,6 +14,8 @@ from dataclasses import replace
 from gpu_run import TIMED, V3, Engine, Pair
 from gpu_stages import Answers, Plan, PrefillDecode, Speed, Stage, command
 
+from sglang_dcp_block.dcp.layout import DcpLayout
+
 P, B = 8, 64
 LENGTHS = (1, B - 1, B, B + 1, P * B - 1, P * B, P * B + 1, 8192, 32_768, 131_072)
 AUDIT_LENGTHS = (1, B - 1, B, B + 1, P * B - 1, P * B, P * B + 1, 3000, 9000)
@@ -57,7 +59,7 @@ def speed() -> Stage:
     rows = 16 * 131_072
     pool = rows + 65_536
     base = replace(DCP1, extra=TIMED)
-    timed = [engine for engine, _ in layouts(replace(base, max_tokens=pool // P))]
+    timed = [engine for engine, _ in layouts(replace(base, max_tokens=DcpLayout(P).local_len(pool, 0)))]
     timed += [replace(base, name=f"{short}-dcp1", backend=name, max_tokens=pool) for short, name in BACKENDS]
     pairs = [(f"{short}-dcp8-b{B}", f"{short}-{other}") for short, _ in BACKENDS for other in ("dcp8-b1", "dcp1")]
     pairs.append((f"tri-dcp8-b{B}", f"fi-dcp8-b{B}"))
