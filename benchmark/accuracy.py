@@ -1,182 +1,283 @@
-"""Accuracy of KV layouts on the tiny word-problem model: one engine per layout, the same questions, one table.
+"""Accuracy of KV layouts on the tiny model: one engine per layout, the same questions, one table.
 
-    python benchmark/accuracy.py                                         # CPU test bed: 1, 2x1, 2x16, 2x64
-    python benchmark/accuracy.py 1 2x64 4x64 --questions 200 --json out.json
-    python benchmark/accuracy.py 1 2x64 --device cuda --dtype bfloat16   # the same on GPUs
+    python benchmark/accuracy.py                                             # CPU test bed: 1, 2x1, 2x16, 2x64
+    python benchmark/accuracy.py reference 1 2x64 4x64 pd2x64 --questions 128 --json out.json
+    python benchmark/accuracy.py 1 2x64 --device cuda --dtype bfloat16       # the same on GPUs
+    python benchmark/accuracy.py 1 2x64 --device cuda --one-gpu              # two ranks share a GPU
 
-A layout is `P` (DCP size P, without this plugin) or `PxB` (block B); the others are compared with the first.
-Word problems have 5 to 8 worked examples before them; needles are codes planted at eleven depths.
+A layout is `P` (DCP size P, without this plugin), `PxB` (block B), `pdPxB` (a prefill engine without DCP sends its KV
+to a decode engine PxB; CPU only) or `reference` (transformers in float32, no engine). `PxB!FAULT` breaks the layout on
+purpose (sglang_dcp_block.testing.sabotage; CPU only). The others are compared with the first.
+
+Word problems have 5 to 8 worked examples before them; needles are codes planted at eleven depths. An engine reads each
+context first and then all questions about it, so every answer is read from rows that are in the pool.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from tiny_math import problems  # noqa: E402  (the generator lives beside the trainer, outside the package)
-from tiny_math.tokenizer import BOS, Tokenizer  # noqa: E402
+from tiny_math.tokenizer import BOS, EOS, Tokenizer  # noqa: E402
 
+from sglang_dcp_block.testing import engine as bed  # noqa: E402
+from sglang_dcp_block.testing import one_gpu_testbed, sabotage  # noqa: E402
 from sglang_dcp_block.testing.accuracy_stats import paired, score  # noqa: E402
 
+if TYPE_CHECKING:
+    from sglang_dcp_block.testing.warm import WarmServer
+
 MODEL = ROOT / "models" / "tiny_math"
-WORKED_ANSWER_TOKENS = 40  # the longest worked answer has 36
-NEEDLE_TOKENS = 16  # the fact again, #### and three numbers
+WORKED_ANSWER_TOKENS = 48  # the longest worked answer has 37
+NEEDLE_TOKENS = 20  # the fact again, #### and three numbers
 DEPTHS = [i / 10 for i in range(11)]
+_LAYOUT = re.compile(r"(?P<pd>pd)?(?P<dcp>\d+)(x(?P<block>\d+))?(!(?P<fault>.+))?")
 
 
 class Layout(NamedTuple):
-    dcp: int
-    block: int | None  # None: stock, the plugin isn't loaded
+    """text: as it was asked for. dcp None: the transformers reference. block None: stock, without the plugin."""
 
-    def __str__(self) -> str:
-        return f"{self.dcp}" if self.block is None else f"{self.dcp}x{self.block}"
+    text: str
+    dcp: int | None = None
+    block: int | None = None
+    pd: bool = False
+    fault: str | None = None
 
 
-class Round(NamedTuple):
+class Quiz(NamedTuple):
+    """Prompts, each beginning with one of the contexts, and what each should answer."""
+
     name: str
+    contexts: list[list[int]]
     prompts: list[list[int]]
     expected: list[str]
     new_tokens: int
 
 
 def parse_layout(text: str) -> Layout:
-    size, cross, block = text.partition("x")
-    if not size.isdigit() or (cross and not block.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a layout: write P or PxB, such as 1 or 2x64")
-    return Layout(int(size), int(block) if cross else None)
+    if text == "reference":
+        return Layout(text)
+    match = _LAYOUT.fullmatch(text)
+    if match is None or (match["fault"] and match["fault"] not in sabotage.FAULTS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a layout: write reference, P, PxB, pdPxB or PxB!FAULT with a fault of "
+            f"{', '.join(sabotage.FAULTS)}"
+        )
+    block = int(match["block"]) if match["block"] else None
+    return Layout(text, int(match["dcp"]), block, bool(match["pd"]), match["fault"])
 
 
-def make_rounds(tokenizer: Tokenizer, questions: int, needle_lengths: list[int], per_depth: int) -> list[Round]:
-    """The questions every layout gets. Word problems come in groups of 8 that share their context, and so its cache."""
+def make_quiz(name: str, prompts: Sequence[problems.Prompt], new_tokens: int, tokenizer: Tokenizer) -> Quiz:
+    contexts = dict.fromkeys(prompt.context for prompt in prompts)
+    return Quiz(
+        name,
+        [[BOS, *tokenizer.encode(context)] for context in contexts],
+        [[BOS, *tokenizer.encode(prompt.text)] for prompt in prompts],
+        [prompt.answer for prompt in prompts],
+        new_tokens,
+    )
 
-    def round_of(name, prompts, new_tokens):
-        ids = [[BOS, *tokenizer.encode(prompt.text)] for prompt in prompts]
-        return Round(name, ids, [prompt.answer for prompt in prompts], new_tokens)
 
-    word_problems = problems.evaluation_set(-(-questions // 8), 8, seed=1)[:questions]
-    rounds = [round_of("word problems", word_problems, WORKED_ANSWER_TOKENS)]
-    for length in needle_lengths:
-        needles = problems.needle_set(length, DEPTHS, per_depth, seed=1)
-        rounds.append(round_of(f"needle {length}", needles, NEEDLE_TOKENS))
+def word_problems(questions: int, tokenizer: Tokenizer) -> Quiz:
+    prompts = problems.evaluation_set(-(-questions // 8), 8, seed=1)[:questions]
+    return make_quiz("word problems", prompts, WORKED_ANSWER_TOKENS, tokenizer)
+
+
+def needles(length: int, contexts: int, tokenizer: Tokenizer) -> Quiz:
+    prompts = problems.needle_set(length, DEPTHS, contexts, seed=1)
+    return make_quiz(f"needles in {length}", prompts, NEEDLE_TOKENS, tokenizer)
+
+
+def rounds_of(quizzes: Sequence[Quiz]) -> list[bed.Round]:
+    """Two rounds per quiz: the contexts, whose KV rows the radix cache keeps, then the questions."""
+    rounds = []
+    for quiz in quizzes:
+        rounds.append(bed.Round(quiz.contexts, 1, f"{quiz.name}: contexts"))
+        rounds.append(bed.Round(quiz.prompts, quiz.new_tokens, quiz.name, stop=True))
     return rounds
 
 
-def engine_arguments(layout: Layout, arguments, longest: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Keyword arguments of `sgl.Engine` and the environment its process needs."""
-    common = {"model_path": str(arguments.model), "context_length": longest, "max_running_requests": arguments.batch}
-    if arguments.device == "cpu":
-        from sglang_dcp_block.testing.engine import EngineSpec
+def engine_spec(layout: Layout, quizzes: Sequence[Quiz], backend: str, *, page: int = 64, batch: int = 16, model=MODEL):
+    """An engine of the CPU test bed whose pool holds all contexts and `batch` running requests."""
+    longest = max(len(prompt) + quiz.new_tokens for quiz in quizzes for prompt in quiz.prompts)
+    beyond = max(len(p) - len(c) for q in quizzes for p in q.prompts for c in q.contexts if p[: len(c)] == c)
+    # Each context and each request may leave a virtual page (a page of every rank) half used.
+    kept = sum(len(context) for quiz in quizzes for context in quiz.contexts)
+    widest = page * layout.dcp
+    requests = batch + sum(len(quiz.contexts) for quiz in quizzes)
+    rows = kept + requests * (beyond + max(quiz.new_tokens for quiz in quizzes) + 2 * widest)
+    spec = bed.EngineSpec(
+        tp=layout.dcp,
+        dcp=layout.dcp,
+        block=layout.block,
+        backend=backend,
+        page=page,
+        chunked=2048,
+        max_running=batch,
+        max_total_tokens=rows + -rows % widest,
+        context=longest + widest,
+        env={sabotage.VARIABLE: layout.fault} if layout.fault else {},
+    )
+    return replace(spec, extra={"model_path": str(model)})
 
-        spec = EngineSpec(
-            tp=layout.dcp,
-            dcp=layout.dcp,
-            block=layout.block,
-            backend=arguments.backend,
-            page=arguments.page,
-            extra=common | {"max_total_tokens": arguments.batch * longest},
-        )
-        return spec.engine_arguments(), spec.environment()
-    keywords = common | {
+
+def ask_cpu(layout: Layout, quizzes: Sequence[Quiz], spec: bed.EngineSpec, folder: Path, timeout_s: float, warm=None):
+    """Token ids of every answer, by quiz, from the CPU test bed."""
+    rounds = rounds_of(quizzes)
+    if layout.pd:
+        from sglang_dcp_block.testing.pd import PdCase, run_pd
+
+        prefill = replace(spec, tp=1, dcp=1, block=1)
+        result = run_pd(PdCase(prefill, spec, rounds[1::2], audit=False), folder, timeout_s=timeout_s)
+        answers = result.answers
+        for failed in (answer for one in answers for answer in one if isinstance(answer, str)):
+            raise RuntimeError(f"layout {layout.text}: a request failed: {failed}")
+    else:
+        answers = bed.run(bed.Case(spec, rounds), folder, audit=False, timeout_s=timeout_s, warm=warm).answers[1::2]
+    return [[answer.tokens for answer in one] for one in answers]
+
+
+def ask_gpu(layout: Layout, quizzes: Sequence[Quiz], arguments, folder: Path) -> list[list[list[int]]]:
+    """Token ids of every answer, by quiz, from GPUs. RuntimeError with the log's tail when the engine fails."""
+    spec = engine_spec(layout, quizzes, arguments.backend, page=arguments.page, batch=arguments.batch)
+    keywords: dict[str, Any] = {
+        "model_path": str(arguments.model),
         "skip_tokenizer_init": True,
         "dtype": arguments.dtype,
         "attention_backend": arguments.backend,
+        "sampling_backend": "pytorch",
         "tp_size": layout.dcp,
         "page_size": arguments.page,
+        "context_length": spec.context,
+        "max_total_tokens": spec.max_total_tokens,
+        "max_running_requests": arguments.batch,
+        "chunked_prefill_size": spec.chunked,
+        "mem_fraction_static": 0.1,
         "random_seed": 1,
     }
     if layout.dcp > 1:
         keywords["dcp_size"] = layout.dcp
     if layout.block is not None:
         keywords["dcp_block_size"] = layout.block
-    return keywords, dict(os.environ)
+    environment = dict(os.environ)
+    if arguments.one_gpu:
+        keywords |= one_gpu_testbed.ENGINE_ARGUMENTS
+        environment |= one_gpu_testbed.ENVIRONMENT
+    task, answer, log = folder / "task.json", folder / "answer.json", folder / "log.txt"
+    task.write_text(json.dumps({"engine": keywords, "rounds": [asdict(r) for r in rounds_of(quizzes)]}))
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(task), str(answer)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=arguments.timeout)
+        except subprocess.TimeoutExpired:
+            print(f"layout {layout.text}: no answer within {arguments.timeout} s", file=sys.stderr)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a scheduler must not outlive its engine
+            process.wait()
+    if not answer.exists():
+        raise RuntimeError(f"the engine of layout {layout.text} failed; its log ends with:\n{bed.log_tail(log)}")
+    return json.loads(answer.read_text())[1::2]
 
 
 def serve(task_file: str, answer_file: str) -> None:
-    """Child process: one engine answers all rounds greedily; writes the generated token ids of each."""
+    """Child process of `ask_gpu`: one engine answers all rounds greedily; writes the token ids of each."""
     task = json.loads(Path(task_file).read_text())
     import sglang
 
     engine = sglang.Engine(**task["engine"])
     try:
         answers = []
-        for name, prompts, new_tokens in task["rounds"]:
+        for one in (bed.Round(**r) for r in task["rounds"]):
             started = time.monotonic()
-            sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "stop_token_ids": [task["stop_id"]]}
-            replies = engine.generate(input_ids=prompts, sampling_params=sampling)
+            replies = engine.generate(input_ids=one.prompts, sampling_params=one.sampling)
             answers.append([reply["output_ids"] for reply in replies])
-            print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+            print(f"{one.name}: {time.monotonic() - started:.1f} s", flush=True)
     finally:
         engine.shutdown()
     Path(answer_file).write_text(json.dumps(answers))
 
 
-def run_layout(layout: Layout, rounds: list[Round], tokenizer: Tokenizer, arguments) -> list[list[str | None]]:
-    """The final answer to every question of every round. RuntimeError with the log's tail when the engine fails."""
-    longest = max(len(p) + r.new_tokens for r in rounds for p in r.prompts) + arguments.page
-    longest += -longest % arguments.page
-    keywords, environment = engine_arguments(layout, arguments, longest)
+def ask_reference(quizzes: Sequence[Quiz], model_path: Path) -> list[list[list[int]]]:
+    """Token ids of every answer, by quiz, from transformers in float32 on the CPU: greedy, one question at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    torch.set_num_threads(1)  # the model is so small that threads mostly wait for each other
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def step(ids: list[int], cache: DynamicCache) -> int:
+        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+    answers = []
+    for quiz in quizzes:
+        told: dict[tuple[int, ...], DynamicCache] = {}
+        for context in quiz.contexts:
+            step(context, told.setdefault(tuple(context), DynamicCache()))
+        answers.append([])
+        for prompt in quiz.prompts:
+            context = next(c for c in told if tuple(prompt[: len(c)]) == c)
+            cache, tokens, ids = copy.deepcopy(told[context]), [], prompt[len(context) :]
+            while len(tokens) < quiz.new_tokens and EOS not in tokens:
+                ids = [step(ids, cache)]
+                tokens += ids
+            answers[-1].append(tokens)
+    return answers
+
+
+def final_answers(tokens: Sequence[Sequence[list[int]]], tokenizer: Tokenizer) -> list[list[str | None]]:
+    return [[problems.final_answer(tokenizer.decode(answer)) for answer in one] for one in tokens]
+
+
+def ask(layout: Layout, quizzes: Sequence[Quiz], arguments, warm: WarmServer | None = None) -> list[list[list[int]]]:
+    if layout.dcp is None:
+        return ask_reference(quizzes, arguments.model)
     with tempfile.TemporaryDirectory() as folder:
-        task, answer, log = Path(folder, "task.json"), Path(folder, "answer.json"), Path(folder, "log.txt")
-        task.write_text(
-            json.dumps(
-                {
-                    "engine": keywords,
-                    "rounds": [(r.name, r.prompts, r.new_tokens) for r in rounds],
-                    "stop_id": tokenizer.stop_id,
-                }
-            )
+        if arguments.device == "cuda":
+            return ask_gpu(layout, quizzes, arguments, Path(folder))
+        spec = engine_spec(
+            layout, quizzes, arguments.backend, page=arguments.page, batch=arguments.batch, model=arguments.model
         )
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(task), str(answer)],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout=arguments.timeout)
-            except subprocess.TimeoutExpired:
-                print(f"layout {layout}: no answer within {arguments.timeout} s", file=sys.stderr)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # a scheduler must not outlive its engine
-                process.wait()
-        if not answer.exists():
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-            raise RuntimeError(f"the engine of layout {layout} failed; its log ends with:\n{tail}")
-        outputs = json.loads(answer.read_text())
-    return [[read_answer(tokenizer, tokens) for tokens in one] for one in outputs]
+        return ask_cpu(layout, quizzes, spec, Path(folder), arguments.timeout, warm)
 
 
-def read_answer(tokenizer: Tokenizer, tokens: list[int]) -> str | None:
-    return problems.final_answer(tokenizer.decode(tokens))
-
-
-def compare(names: list[str], answers: list[list[list[str | None]]], rounds: list[Round]) -> list[dict[str, Any]]:
-    """One row per layout and round: its score, and how it differs from the first layout's answers."""
+def compare(names: list[str], answers: list[list[list[str | None]]], quizzes: Sequence[Quiz]) -> list[dict[str, Any]]:
+    """One row per layout and quiz: its score, and how it differs from the first layout's answers."""
     rows = []
     for name, one in zip(names, answers, strict=True):
-        for index, questions in enumerate(rounds):
-            expected = questions.expected
+        for index, quiz in enumerate(quizzes):
+            expected = quiz.expected
             result = score(sum(a == e for a, e in zip(one[index], expected, strict=True)), len(expected))
             pair = paired(answers[0][index], one[index], expected)
             rows.append(
                 {
                     "layout": name,
-                    "round": questions.name,
+                    "quiz": quiz.name,
                     "right": result.right,
                     "asked": result.asked,
                     "accuracy": result.accuracy,
@@ -191,28 +292,19 @@ def compare(names: list[str], answers: list[list[list[str | None]]], rounds: lis
     return rows
 
 
-def show(rows: list[dict[str, Any]], baseline: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"accuracy, and agreement with layout {baseline} (95% intervals)")
-    for heading in (
-        "layout",
-        "questions",
-        "right",
-        "accuracy",
-        "same answer",
-        "lost/gained",
-        "difference",
-        "McNemar p",
-    ):
-        table.add_column(heading)
+def table(rows: list[dict[str, Any]], baseline: str) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        f"| layout | questions | right | accuracy (95%) | same answer as {baseline} | lost/gained | difference (95%) "
+        "| McNemar p |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         low, high = row["interval"]
         less, more = row["difference_interval"]
-        table.add_row(
+        cells = (
             row["layout"],
-            row["round"],
+            row["quiz"],
             f"{row['right']}/{row['asked']}",
             f"{row['accuracy']:.3f} [{low:.3f}, {high:.3f}]",
             f"{row['agreement']:.3f}",
@@ -220,29 +312,33 @@ def show(rows: list[dict[str, Any]], baseline: str) -> None:
             f"[{less:+.3f}, {more:+.3f}]",
             f"{row['mcnemar_p']:.3f}",
         )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def parse_arguments(command_line: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", type=parse_layout, help="P or PxB; the first is the baseline")
+    parser.add_argument("layouts", nargs="*", type=parse_layout, help="the first is the baseline")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[2048])
-    parser.add_argument("--needles", type=int, default=2, help="needles at each of eleven depths")
+    parser.add_argument("--needles", type=int, default=2, help="needle contexts of each length, eleven needles each")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--backend", choices=("triton", "flashinfer"), default="triton")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks share one GPU, collectives through the host")
+    parser.add_argument("--backend", choices=("triton", "flashinfer"), default="flashinfer")
     parser.add_argument("--dtype", default="float32", help="of a CUDA engine; the CPU test bed computes in float32")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16, help="requests that run at once")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one layout's engine")
-    parser.add_argument("--json", type=Path, help="write the rows and every answer here")
+    parser.add_argument("--json", type=Path, help="write the rows and every answer here, after each layout")
     arguments = parser.parse_args(command_line)
     arguments.layouts = arguments.layouts or [parse_layout(text) for text in ("1", "2x1", "2x16", "2x64")]
     if not (arguments.model / "model.safetensors").exists():
         parser.error(
             f"no model in {arguments.model}: train one with scripts/tiny_math/train.py --out {arguments.model}"
         )
+    if arguments.device == "cuda" and any(layout.pd or layout.fault for layout in arguments.layouts):
+        parser.error("P->D and faults run on the CPU test bed only: leave --device cuda out, or name P or PxB")
     return arguments
 
 
@@ -251,27 +347,29 @@ def main(command_line: list[str]) -> None:
         return serve(*command_line[1:])
     arguments = parse_arguments(command_line)
     tokenizer = Tokenizer.load(arguments.model)
-    rounds = make_rounds(tokenizer, arguments.questions, arguments.needle_lengths, arguments.needles)
-    answers = []
+    quizzes = [word_problems(arguments.questions, tokenizer)] if arguments.questions else []
+    quizzes += [needles(length, arguments.needles, tokenizer) for length in arguments.needle_lengths]
+    names, answers = [], []
     for layout in arguments.layouts:
         started = time.monotonic()
-        answers.append(run_layout(layout, rounds, tokenizer, arguments))
-        print(f"layout {layout}: {time.monotonic() - started:.0f} s", flush=True)
-    names = [str(layout) for layout in arguments.layouts]
-    rows = compare(names, answers, rounds)
-    show(rows, names[0])
-    if arguments.json:
-        record = {
-            "device": arguments.device,
-            "backend": arguments.backend,
-            "page": arguments.page,
-            "rows": rows,
-            "expected": {r.name: r.expected for r in rounds},
-            "answers": {
-                n: {r.name: a for r, a in zip(rounds, one, strict=True)} for n, one in zip(names, answers, strict=True)
-            },
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        answers.append(final_answers(ask(layout, quizzes, arguments), tokenizer))
+        names.append(layout.text)
+        print(f"layout {layout.text}: {time.monotonic() - started:.0f} s", flush=True)
+        rows = compare(names, answers, quizzes)
+        if arguments.json:
+            record = {
+                "device": arguments.device,
+                "backend": arguments.backend,
+                "page": arguments.page,
+                "rows": rows,
+                "expected": {quiz.name: quiz.expected for quiz in quizzes},
+                "answers": {
+                    name: {quiz.name: a for quiz, a in zip(quizzes, one, strict=True)}
+                    for name, one in zip(names, answers, strict=True)
+                },
+            }
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(rows, names[0]))
 
 
 if __name__ == "__main__":

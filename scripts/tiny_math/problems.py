@@ -55,11 +55,15 @@ class Problem(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    text: str  # ends with 'Answer:'
+    context: str  # prompts of one group share it
+    question: str  # ends with 'Answer:'
     answer: str
     solution: str  # the worked answer that training would have shown
-    group: int  # prompts of one group share everything but the last question
     depth: float | None = None  # needles: where the fact stands, 0 = start of the context
+
+    @property
+    def text(self) -> str:
+        return self.context + self.question
 
 
 def is_held_out(question: str) -> bool:
@@ -366,32 +370,29 @@ def evaluation_set(groups: int, per_group: int, seed: int) -> list[Prompt]:
             context += question_text(rng, example, most_filler) + solution_text(example) + "\n\n"
         for _ in range(per_group):
             problem = draw_problem(rng, ItemDeck(rng, asked), prices, held_out=True)
-            text = context + question_text(rng, problem, most_filler)
-            prompts.append(Prompt(text, problem.answer, solution_text(problem), group))
+            question = question_text(rng, problem, most_filler)
+            prompts.append(Prompt(context, question, problem.answer, solution_text(problem)))
     return prompts
 
 
-def needle_set(length: int, depths: list[float], per_depth: int, seed: int, distractors: int = 8) -> list[Prompt]:
-    """Prompts of about `length` words, each asking for one code that stands at `depth` of the context among other
-    people's codes.
+def needle_set(length: int, depths: list[float], contexts: int, seed: int) -> list[Prompt]:
+    """Contexts of about `length` words with one person's code at each of the rising `depths`, and a question about
+    each.
     """
     prompts = []
-    for depth in depths:
-        for index in range(per_depth):
-            rng = random.Random(f"needle {seed} {length} {depth} {index}")
-            names = rng.sample(NAMES, distractors + 1)
-            codes = dict(zip(names, draw_codes(rng, distractors + 1), strict=True))
-            sentences, words = [], 0
-            while words < length - 9 * (distractors + 1) - 12:
-                sentences.append(filler_sentence(rng))
-                words += sentences[-1].count(" ") + 2
-            # Distractors first, so that the needle's index is exact to one sentence.
-            for name in names[1:]:
-                sentences.insert(rng.randint(0, len(sentences)), fact_text(name, codes[name]))
-            sentences.insert(round(depth * len(sentences)), fact_text(names[0], codes[names[0]]))
-            text = " ".join(sentences) + "\n\n" + code_question(names[0])
-            code = codes[names[0]]
-            prompts.append(Prompt(text, code, code_answer(names[0], code), len(prompts), depth))
+    for index in range(contexts):
+        rng = random.Random(f"needle {seed} {length} {index}")
+        codes = dict(zip(rng.sample(NAMES, len(depths)), draw_codes(rng, len(depths)), strict=True))
+        sentences, words = [], 0
+        while words < length - 9 * len(depths) - 12:
+            sentences.append(filler_sentence(rng))
+            words += sentences[-1].count(" ") + 2
+        stories = len(sentences)
+        for earlier, (depth, name) in enumerate(zip(depths, codes, strict=True)):
+            sentences.insert(round(depth * stories) + earlier, fact_text(name, codes[name]))
+        context = " ".join(sentences) + "\n\n"
+        for depth, (name, code) in zip(depths, codes.items(), strict=True):
+            prompts.append(Prompt(context, code_question(name), code, code_answer(name, code), depth))
     return prompts
 
 

@@ -208,9 +208,10 @@ def evaluate(model, tokenizer: Tokenizer, arguments) -> dict:
     depths = [i / 10 for i in range(11)]
     for length in arguments.needle_lengths:
         by_depth = {}
+        needles = problems.needle_set(length, depths, arguments.needles, seed=1)
         for depth in depths:
-            needles = problems.needle_set(length, [depth], arguments.needles, seed=1)
-            by_depth[depth] = score(model, tokenizer, needles, 16, batch=max(1, 65536 // length))
+            here = [prompt for prompt in needles if prompt.depth == depth]
+            by_depth[depth] = score(model, tokenizer, here, 16, batch=max(1, 65536 // length))
         right, asked = (sum(d[k] for d in by_depth.values()) for k in ("right", "asked"))
         result[f"needle_{length}"] = dict(right=right, asked=asked, by_depth=by_depth)
     return result
@@ -265,7 +266,7 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, default=65536, help="tokens per batch")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--eval-groups", type=int, default=64, help="groups of 8 held-out problems")
-    parser.add_argument("--needles", type=int, default=20, help="needles per depth")
+    parser.add_argument("--needles", type=int, default=20, help="needle contexts of each length, eleven needles each")
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
     return parser.parse_args()
 

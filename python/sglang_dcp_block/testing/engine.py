@@ -108,12 +108,19 @@ REFERENCE = EngineSpec(backend="flashinfer")
 
 @dataclass(frozen=True)
 class Round:
-    """One batch of greedy requests. new_tokens: for each request alike. flush: empty the radix cache first."""
+    """One batch of greedy requests. new_tokens: for each request alike, or at most so many where an end-of-text token
+    stops (``stop``). flush: empty the radix cache first.
+    """
 
     prompts: list[list[int]]
     new_tokens: int
     name: str = ""
     flush: bool = False
+    stop: bool = False
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": 0.0, "max_new_tokens": self.new_tokens, "ignore_eos": not self.stop}
 
 
 @dataclass(frozen=True)

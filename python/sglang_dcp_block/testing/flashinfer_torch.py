@@ -34,13 +34,14 @@ def attention(
         garbage = os.environ.get(EMPTY_SHARD_VARIABLE) == "garbage"
         fill, fill_lse = (math.nan, 0.0) if garbage else (0.0, -math.inf)
         return torch.full((queries, heads, v.shape[-1]), fill), torch.full((queries, heads), fill_lse)
-    k, v = k.float().expand(keys, heads, -1), v.float().expand(keys, heads, -1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    # (queries, kv heads, heads of each, d): keys that heads share are not copied for each.
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("qngd,knd->ngqk", grouped, k.float()) * scale
     if causal:
         last_visible = torch.arange(queries)[:, None] + (keys - queries)
         scores = scores.masked_fill(torch.arange(keys)[None, :] > last_visible, -math.inf)
-    out = torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), v)
-    return out, torch.logsumexp(scores, dim=-1).transpose(0, 1) / math.log(2)
+    out = torch.einsum("ngqk,knd->qngd", torch.softmax(scores, dim=-1), v.float())
+    return out.flatten(1, 2), torch.logsumexp(scores, dim=-1).flatten(0, 1).transpose(0, 1) / math.log(2)
 
 
 def _offsets(name: str, indptr: torch.Tensor) -> list[int]:

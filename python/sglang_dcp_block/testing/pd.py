@@ -316,11 +316,11 @@ def main(role: str, folder_name: str) -> None:
                 (folder / "fault").write_text(one.name)
             _meet(folder, role, f"round-{number}")
 
-            async def ask(prompt: list[int], at: int, new_tokens: int = one.new_tokens) -> Any:
+            async def ask(prompt: list[int], at: int, sampling: dict[str, Any] = one.sampling) -> Any:
                 try:
                     reply = await engine.async_generate(
                         input_ids=prompt,
-                        sampling_params={"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True},
+                        sampling_params=sampling,
                         return_logprob=True,
                         logprob_start_len=-1,
                         bootstrap_host="127.0.0.1",

@@ -45,7 +45,7 @@ def main(case_file: str, result_file: str) -> None:
                 engine.flush_cache()
             replies = engine.generate(
                 input_ids=one.prompts,
-                sampling_params={"temperature": 0.0, "max_new_tokens": one.new_tokens, "ignore_eos": True},
+                sampling_params=one.sampling,
                 return_logprob=True,
                 logprob_start_len=-1,
             )

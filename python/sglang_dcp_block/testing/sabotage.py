@@ -42,6 +42,11 @@ def _drop_last_row() -> None:
     _wrap_write(change)
 
 
+def _lose_block_starts() -> None:
+    """The first row of each block of 64 tokens is never written."""
+    _wrap_write(lambda loc: loc.masked_fill(loc & 63 == 0, 0))
+
+
 def _wrap_write(change: Callable[[Any], Any]) -> None:
     from sglang_dcp_block import dcp_hooks
 
@@ -65,5 +70,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "mirrored-ranks": _mirror_ranks,
     "swapped-rows": _swap_rows,
     "dropped-row": _drop_last_row,
+    "lost-block-starts": _lose_block_starts,
     "unguarded-merge": _unguarded_merge,
 }
