@@ -1,8 +1,8 @@
 """The accuracy gate: a model that solves word problems and finds needles must solve and find as many in every layout.
 
-The tiny model (models/tiny_math) reads each answer's facts from rows far back in the pool, many blocks away. Each layout
-answers the same questions in a real engine on the CPU test bed and is compared, question by question, with an engine
-without DCP. Its own control: a layout that never writes the first row of a block must lose answers.
+The tiny model (models/tiny_math) reads each answer's facts from rows far back in the pool, many blocks away. Each
+layout answers the same questions in a real engine on the CPU test bed and is compared, question by question, with an
+engine without DCP. Its own control: a layout that never writes the first row of a block must lose answers.
 
 The numbers of the larger runs are in docs/accuracy.md.
 """
