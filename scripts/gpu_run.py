@@ -323,7 +323,8 @@ def _soak(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
         wanted, abort_after = rng.randrange(1, step["new_tokens"] + 1), None
         if rng.random() < 0.15:
             abort_after = rng.randrange(1, 40)
-        rid, aborted, last = f"soak-{request}", False, None
+        # SGLang aborts every request whose id begins with the one given.
+        rid, aborted, last = f"soak-{request:07d}", False, None
         stream = await engine.async_generate(
             input_ids=ids,
             sampling_params={"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True},

@@ -6,6 +6,7 @@ runs the stages asked for until the time is up, keeps what it has after each, an
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import time
@@ -25,6 +26,8 @@ from sglang_dcp_block.testing.tiny_model import TinyMla
 
 #: Sizes of a rehearsal on the CPU test bed.
 REHEARSAL = TinyMla()
+#: What every engine of a stage of answers is asked.
+STEPS = ("fresh", "again", "alone")
 REHEARSAL_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 
 
@@ -75,6 +78,8 @@ class Answers(Stage):
     """Greedy answers of every layout against DCP1 of the same backend, and the pool audit.
 
     others: engine -> name of its reference. The reference's own noise: one batch against batches of four and of one.
+    An answer is right if it is within that of its reference's or of another reference's answer: DCP1 on FlashInfer was
+    seen further from DCP1 on Triton than either from itself.
     """
 
     references: list[Engine] = field(default_factory=list)
@@ -120,22 +125,35 @@ class Answers(Stage):
                         for a, b in zip(fresh, changed, strict=True)
                     ]
         for engine, reference_name in self.others:
-            self._judge(by_name[engine.name], by_name[reference_name], found)
+            names = [reference_name, *(r.name for r in self.references if r.name != reference_name)]
+            self._judge(by_name[engine.name], [by_name[name] for name in names], found)
+        for one, other in itertools.pairwise(r.name for r in self.references):
+            found["between"] = {
+                step: gpu_judge.noise_of(gpu_judge.compare(a, b))._asdict()
+                for step in STEPS
+                if (a := by_name[one].step(step)) and (b := by_name[other].step(step))
+            }
         return found
 
-    def _judge(self, mine: Outcome, theirs: Outcome, found: dict[str, Any]) -> None:
+    def _judge(self, mine: Outcome, references: list[Outcome], found: dict[str, Any]) -> None:
+        theirs = references[0]
         entry, reference = found["engines"][mine.job.engine.name], theirs.job.engine.name
         entry["reference"] = reference
         if reference not in found["noise"]:
             return
         noise = gpu_judge.Noise(*(found["noise"][reference][k] for k in ("before", "gap")))
-        entry["verdicts"], entry["partings"] = {}, {}
-        for step in ("fresh", "again", "alone"):
-            got, want = mine.step(step), theirs.step(step)
-            if got and want:
-                partings = gpu_judge.compare(want, got)
+        entry |= {"verdicts": {}, "partings": {}, "other_reference": {}}
+        for step in STEPS:
+            got, known = mine.step(step), [answers for r in references if (answers := r.step(step))]
+            if got and known and theirs.step(step):
+                against = list(zip(*(gpu_judge.compare(want, got) for want in known), strict=True))
+                near = [gpu_judge.nearest(partings) for partings in against]
+                # The own reference is left only where it alone would call the answer wrong.
+                used = [n if gpu_judge.judge([p[0]], noise).wrong else 0 for n, p in zip(near, against, strict=True)]
+                partings = [p[n] for n, p in zip(used, against, strict=True)]
                 entry["partings"][step] = [p._asdict() for p in partings]
                 entry["verdicts"][step] = gpu_judge.judge(partings, noise)._asdict()
+                entry["other_reference"][step] = [p.prompt for n, p in zip(used, partings, strict=True) if n]
         if mine.audit and theirs.audit and not mine.failure and not theirs.failure:
             spec = mine.job.engine
             try:
@@ -343,6 +361,7 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
         "fresh",
         "again",
         "alone",
+        "by other DCP1",
         "worst dlogprob",
         "worst gap",
         "noise limit",
@@ -362,6 +381,7 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
         table.add_row(
             name + (" FAILED" if entry["failure"] else ""), f"{entry['up_s']:.0f}" if entry["up_s"] else "",
             cell("fresh"), cell("again"), cell("alone"),
+            str(sum(map(len, entry.get("other_reference", {}).values())) or ""),
             f"{max(v['worst_before'] for v in verdicts.values()):.3f}" if verdicts else "",
             f"{max(v['worst_gap'] for v in verdicts.values()):.3f}" if verdicts else "",
             f"{limit:.3f}" if limit else "",
@@ -369,6 +389,8 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
             "" if not audit else str(audit.get("control_noticed")),
         )  # fmt: skip
     console.print(table)
+    for step, noise in found.get("between", {}).items():
+        console.print(f"  DCP1 on one backend against the other, {step}: {noise['before']:.3f}, gap {noise['gap']:.3f}")
     for name, prompts in found["control"].items():
         noticed = [str(p["prompt"]) for p in prompts if p["noticed"]]
         console.print(f"  control, {name} with 64 other tokens: noticed in {len(noticed)} of {len(prompts)} prompts")
