@@ -112,13 +112,15 @@ def support_page() -> str:
     listed = data("support.toml")
     rows = [row for spec in listed["cells"] for row in cell_rows(spec)]
     rows += [(row["feature"], row["value"], f"`{row['test']}`", row["runs"]) for row in listed["supported"]]
+    for row in listed["measured"]:
+        rows.append((row["feature"], row["value"], f"run of `{row['record']}`", row["runs"]))
     for refusal in server_args.REFUSALS:
         link = f"[{template(refusal.message)}](troubleshooting.md#{refusal.id})"
         rows.append((refusal.feature, "refused", link, "at start"))
     return f"""{MADE}# What is supported
 
-One table. A row is either proved by the test it names, or refused before the server is ready with the message it
-quotes. What has no row has not been looked at. The last column says where the test runs;
+One table. A row is proved by the test it names, or by one run by hand whose record it names, or refused before the
+server is ready with the message it quotes. What has no row has not been looked at. The last column says where it runs;
 [performance](performance.md) and [accuracy](accuracy.md) say what was measured on which machine.
 
 {table(("feature", "value", "test, or message that refuses it", "runs on"), rows)}"""

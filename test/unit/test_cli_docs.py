@@ -2,6 +2,7 @@
 
 import ast
 import re
+import json
 import runpy
 import shutil
 import subprocess
@@ -82,6 +83,10 @@ def test_supported_rows_name_tests_that_exist():
         assert row["runs"] and set(row) == {"feature", "value", "test", "runs"}
     for row in listed["cells"]:
         assert has_test(row["test"]) and make_docs["cell_rows"](row), row
+    for row in listed["measured"]:
+        record = json.loads((ROOT / row["record"]).read_text())
+        assert record["environment"]["gpus"] > 0 and not record["rehearsal"]
+        assert row["runs"] and set(row) == {"feature", "value", "record", "runs"}
     assert not has_test("test/unit/test_nothing.py") and not has_test("test/unit/test_layout.py::test_nothing")
 
 
