@@ -1,8 +1,8 @@
 """The derived pages and examples are current, and what they point at exists."""
 
 import ast
-import re
 import json
+import re
 import runpy
 import shutil
 import subprocess
