@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from tiny_math import problems  # noqa: E402  (the generator lives beside the trainer, outside the package)
+from tiny_math.pad import write_padded  # noqa: E402
 from tiny_math.tokenizer import BOS, EOS, Tokenizer  # noqa: E402
 
 from sglang_dcp_block.testing import engine as bed  # noqa: E402
@@ -155,10 +156,13 @@ def ask_cpu(layout: Layout, quizzes: Sequence[Quiz], spec: bed.EngineSpec, folde
 
 
 def ask_gpu(layout: Layout, quizzes: Sequence[Quiz], arguments, folder: Path) -> list[list[list[int]]]:
-    """Token ids of every answer, by quiz, from GPUs. RuntimeError with the log's tail when the engine fails."""
+    """Token ids of every answer, by quiz, from GPUs; the model's heads are padded to sizes that GPU kernels know.
+    RuntimeError with the log's tail when the engine fails.
+    """
     spec = engine_spec(layout, quizzes, arguments.backend, page=arguments.page, batch=arguments.batch)
+    write_padded(arguments.model, folder / "model")
     keywords: dict[str, Any] = {
-        "model_path": str(arguments.model),
+        "model_path": str(folder / "model"),
         "skip_tokenizer_init": True,
         "dtype": arguments.dtype,
         "attention_backend": arguments.backend,

@@ -63,5 +63,5 @@ def test_a_merge_without_the_guard_shows(spec: EngineSpec, run_engine, reference
 
 
 def test_every_fault_is_tried() -> None:
-    """Here, and lost-block-starts in test_accuracy.py."""
-    assert set(FAULTS) == {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "lost-block-starts"}
+    """Here, and lost-rows in test_accuracy.py."""
+    assert set(FAULTS) == {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "lost-rows"}
