@@ -84,7 +84,7 @@ SCOPE_TEXT = {
     "triton": "scheduler processes of the Triton backend under DCP, at every block size",
     "flashinfer": "scheduler processes of the FlashInfer backend with a block size above 1",
     "pd_prefill": "scheduler processes of a Mooncake prefill server, whatever its flags",
-    "pd_decode": "scheduler processes of a Mooncake decode server with a block size above 1",
+    "pd_decode": "scheduler processes of a Mooncake decode server, whatever its flags",
     "pd_bootstrap": "the launcher of a Mooncake prefill server",
 }
 

@@ -413,7 +413,7 @@ def _reasons(
         f"requests under {row['empty_rank_below_tokens']} tokens leave a rank without rows.",
         f"A prefix is reused in steps of {row['prefix_hit_granularity']:,} tokens (dcp_size * lcm(page, block)); token "
         f"round-robin with page {rr['page_size']} has {rr['prefix_hit_granularity']:,}.",
-        f"Give --page-size {row['page_size']} on the prefill server as well: both ends must have the same page.",
+        f"Give --page-size {row['page_size']} on the prefill server as well: smaller pages there make more segments.",
     ]
     return out
 

@@ -380,11 +380,15 @@ def ask_peer(url: str, timeout: float = PEER_TIMEOUT_S) -> dict[str, Any]:
     return info
 
 
-def layout_fault(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str | None:
-    """Why KV can't go between two layouts (dicts like /server_info's ``dcp_layout``), or None.
+def is_pd(info: Mapping[str, Any]) -> bool:
+    """Whether a running server is one end of a prefill/decode pair, where layouts and page sizes may differ."""
+    return info.get("disaggregation_mode") in ("prefill", "decode")
 
-    Only the keys of ``ours`` are compared. A side with dcp_size 1 fits any block size: it holds whole requests and
-    learns the block size from its peer.
+
+def layout_fault(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str | None:
+    """Why two layouts (dicts like /server_info's ``dcp_layout``) differ, or None.
+
+    Only the keys of ``ours`` are compared. A side with dcp_size 1 fits any block size: it holds whole requests.
     """
     flags = {"page_size": "--page-size", "dcp_size": "--dcp-size", "block_size": server_args.FLAG}
     one_side_is_whole = 1 in (ours.get("dcp_size"), theirs["dcp_size"])
@@ -399,7 +403,7 @@ def pair_fault(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -
     """Why two running servers (their /server_info) can't work together, or None; ``name`` is the second one's."""
     by_role = {info.get("disaggregation_mode"): info for info in (first, second)}
     if not {"prefill", "decode"} <= set(by_role):
-        return layout_fault(first["dcp_layout"], second["dcp_layout"], name)
+        return None if is_pd(second) else layout_fault(first["dcp_layout"], second["dcp_layout"], name)
     # The same judgement that the prefill server will make. "auto" is resolved there, so it can't be compared here.
     dtypes = {role: str(info.get("kv_cache_dtype", "auto")) for role, info in by_role.items()}
     if "auto" in dtypes.values():
@@ -409,6 +413,12 @@ def pair_fault(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -
         layout = info["dcp_layout"]
         sides[role] = wire.KvGeometry(layout["dcp_size"], layout["block_size"], layout["page_size"], dtypes[role])
     fault = wire.refusal(sides["prefill"], sides["decode"])
+    widths = [by_role[role].get("tp_size") for role in ("decode", "prefill")]
+    if fault is None and all(widths) and sides["prefill"].dcp_size > 1:
+        try:
+            wire.senders_of(0, *widths, sides["prefill"].dcp_size)
+        except wire.WireError as error:
+            fault = str(error)
     return f"{name} would be refused: {fault}" if fault else None
 
 
@@ -430,7 +440,8 @@ def check_peers(urls: Iterable[str], settings: Settings) -> list[Check]:
             todo = f"install sglang-dcp-block {__version__} there and restart it"
             checks.append(Check("peer", "fail", f"{url} reports no dcp_layout: {todo}."))
             continue
-        fault = layout_fault(ours, layout, url) or (pair_fault(first, info, url) if first else None)
+        fault = None if is_pd(info) else layout_fault(ours, layout, url)
+        fault = fault or (pair_fault(first, info, url) if first else None)
         first = first or info
         said = ", ".join(f"{key.replace('_', ' ')} {layout[key]}" for key in keys)
         if fault:

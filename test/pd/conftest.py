@@ -29,3 +29,43 @@ def mooncake(_patched, monkeypatch):
     monkeypatch.setattr(common, "get_device", lambda: SimpleNamespace(device="cpu"))
     yield
     harness.close_all()
+
+
+@pytest.fixture
+def servers(mooncake, monkeypatch):
+    """(prefill, decode, engine) -> test_any_pair.Pair. What SGLang reads of its published settings is given here."""
+    from harness import CopyEngine
+    from sglang.srt.disaggregation.common import conn as common
+    from sglang.srt.disaggregation.mooncake import conn
+    from test_any_pair import Pair
+
+    from sglang_dcp_block.disaggregation import mooncake as ours
+    from sglang_dcp_block.disaggregation import wire
+
+    parallel = SimpleNamespace(
+        num_dp_ranks=1,
+        dp_size=1,
+        enable_dsa_cache_layer_split=False,
+        enable_kv_cache_sharding=False,
+        enable_cp_tp_group_sharing=False,
+    )
+    for module in (common, conn):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel, raising=False)
+    monkeypatch.setattr(common, "get_disagg", lambda: SimpleNamespace(disaggregation_decode_allocation_policy="early"))
+    monkeypatch.setattr(common, "get_observability", lambda: SimpleNamespace(enable_trace=False))
+    # Both servers live in this process; each manager acts under its own layout.
+    monkeypatch.setattr(
+        ours,
+        "_geometry",
+        lambda m: wire.KvGeometry(m.dcp_size, m.block_size, m.kv_args.page_size, m.kv_cache_dtype_str),
+    )
+    pairs = []
+
+    def start(prefill, decode, engine=None, **options):
+        monkeypatch.setattr(ours, "_launched", lambda: wire.capability(prefill.layout, prefill.page))
+        pairs.append(Pair(prefill, decode, engine or CopyEngine(), **options))
+        return pairs[-1]
+
+    yield start
+    for pair in pairs:
+        pair.close()

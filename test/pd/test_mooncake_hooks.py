@@ -347,7 +347,7 @@ def test_abort_between_chunks_stops_the_rest_and_pages_can_be_reused():
 
 
 def other_version(frame: bytes) -> bytes:
-    return frame.replace(wire.MAGIC + b" 1 ", wire.MAGIC + b" 2 ")
+    return frame.replace(wire.MAGIC + b" 2 ", wire.MAGIC + b" 3 ")
 
 
 class Misfit(NamedTuple):
@@ -363,10 +363,10 @@ class Misfit(NamedTuple):
 MISFITS = [
     Misfit(
         "version",
-        "version 2 of the sglang-dcp-block frame and this prefill server reads version 1",
+        "version 3 of the sglang-dcp-block frame and this prefill server reads version 2",
         frame=other_version,
     ),
-    Misfit("garbage", "unreadable sglang-dcp-block frame", frame=lambda f: wire.MAGIC + b" 1 {"),
+    Misfit("garbage", "unreadable sglang-dcp-block frame", frame=lambda f: wire.MAGIC + b" 2 {"),
     Misfit(
         "no rule",
         "unreadable sglang-dcp-block frame",
@@ -377,21 +377,11 @@ MISFITS = [
         "registered DCP size 2 but its frame says 4",
         frame=lambda f: f.replace(b'"dcp_size": 2', b'"dcp_size": 4'),
     ),
-    Misfit("page size", "--page-size differs (prefill 16, decode 32)", page_size=32),
     Misfit("dtype", "--kv-cache-dtype differs (prefill bfloat16, decode fp8_e4m3)", peer=(("kv_dtype", "fp8_e4m3"),)),
     Misfit("row bytes", "KV geometry differs", peer=(("row_bytes", 80),)),
-    Misfit(
-        "block size",
-        "--dcp-block-size differs (prefill 8, decode 16)",
-        prefill_layout=DcpLayout(2, 8),
-    ),
-    Misfit(
-        "block size 1 at decode",
-        "--dcp-block-size differs (prefill 8, decode 1)",
-        layout=DcpLayout(2, 1),
-        prefill_layout=DcpLayout(2, 8),
-    ),
-    Misfit("dcp size", "--dcp-size differs (prefill 4, decode 2)", prefill_layout=DcpLayout(4, 16)),
+    Misfit("no frame", "did not say that it can receive", layout=DcpLayout(2, 1), prefill_layout=DcpLayout(2, 8)),
+    Misfit("no frame, no DCP", "did not say that it can receive", layout=NO_DCP, prefill_layout=DcpLayout(2, 8)),
+    Misfit("no frame at B = 1", "did not say that it can receive", layout=NO_DCP, prefill_layout=DcpLayout(2, 1)),
 ]
 
 
@@ -440,6 +430,31 @@ def test_a_peer_that_was_refused_is_taken_after_it_registers_rightly():
         assert_rows(peer, rows)
 
 
+@pytest.mark.parametrize("what", ["is_mla_backend", "state_types"])
+def test_kv_that_can_not_be_cut_is_refused(what):
+    prefill = Prefill(CopyEngine(), 8, 16)
+    if what == "is_mla_backend":
+        prefill.manager.is_mla_backend = False
+    else:
+        prefill.manager.kv_args.state_types = ["mamba"]
+    peer = Peer(DcpLayout(2, 16), 0, 2, 16)
+    peer.tell(prefill.endpoint, peer.registration())
+    wait_until(lambda: prefill.manager.state_layout_rejections, "it is refused")
+    assert "multi-head latent attention" in prefill.manager.state_layout_rejections[peer.session]
+
+
+def test_one_layout_but_another_rank_is_refused(monkeypatch):
+    from sglang_dcp_block import runtime
+
+    layout = DcpLayout(2, 16)
+    monkeypatch.setattr(runtime, "_layout", layout)
+    prefill, peer = Prefill(CopyEngine(), 8, 16, layout=layout, rank=0), Peer(layout, 1, 2, 16)
+    peer.tell(prefill.endpoint, peer.registration())
+    wait_until(lambda: prefill.manager.state_layout_rejections, "it is refused")
+    assert "matching DCP ranks" in prefill.manager.state_layout_rejections[peer.session]
+    assert prefill.threads_alive()
+
+
 def test_draft_layers_are_refused():
     prefill = Prefill(CopyEngine(), 8, 16)
     prefill.manager.kv_args.num_draft_entries = 1
@@ -455,12 +470,14 @@ def test_draft_layers_are_refused():
 class Decode:
     """What try_ensure_parallel_info reads and writes of a decode manager, with three waiting requests."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, page_size: int = 64) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         self.prefill_info_table, self.failures = {}, {}
         self.addr_to_rooms_tracker = {address: {1, 2}, "elsewhere:1": {3}}
         self.request_status = {1: KVPoll.Bootstrapping, 2: KVPoll.WaitingForInput, 3: KVPoll.Bootstrapping}
+        self.is_mla_backend, self.dcp_size, self.attn_tp_size = True, 2, 2
+        self.kv_cache_dtype_str, self.kv_args = "bfloat16", SimpleNamespace(page_size=page_size, engine_rank=1)
 
     def record_failure(self, room, reason):
         self.failures[room] = reason
@@ -470,7 +487,7 @@ class Decode:
 
 
 @pytest.fixture
-def bootstrap(request):
+def bootstrap(monkeypatch):
     """Starts SGLang's real bootstrap server; ``with_plugin=False`` gives the stock one."""
     import socket
 
@@ -480,7 +497,8 @@ def bootstrap(request):
 
     servers = []
 
-    def start(with_plugin: bool) -> str:
+    def start(with_plugin: bool, prefill: DcpLayout = NO_DCP, page_size: int = 64) -> str:
+        monkeypatch.setattr(ours, "_launched", lambda: wire.capability(prefill, page_size))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -504,11 +522,29 @@ def bootstrap(request):
         server.close()
 
 
-def ask(decode: Decode, address: str, original) -> bool:
+def ask(decode: Decode, address: str, original, block_size: int = 64) -> bool:
     from sglang_dcp_block import runtime
 
-    runtime._layout = DcpLayout(2, 64)
+    runtime._layout = DcpLayout(2, block_size)
     return ours.try_ensure_parallel_info(original, decode, address)
+
+
+def takes(decode: Decode, tp_size: int = 1, cp_size: int = 1):
+    """Stands in for SGLang's method: takes the prefill server, and the page size that it was shown."""
+
+    def original(manager, address: str) -> bool:
+        decode.seen_page_size = manager.kv_args.page_size
+        manager.prefill_info_table[address] = SimpleNamespace(
+            attn_tp_size=tp_size,
+            attn_cp_size=cp_size,
+            target_tp_rank=0,
+            target_tp_ranks=[0],
+            required_dst_info_num=1,
+            required_prefill_response_num=1,
+        )
+        return True
+
+    return original
 
 
 def test_a_prefill_without_the_plugin_is_refused_before_anything_is_sent(bootstrap):
@@ -532,20 +568,70 @@ def test_a_prefill_without_the_plugin_is_refused_before_anything_is_sent(bootstr
 def test_a_prefill_with_the_plugin_is_taken(bootstrap):
     address = bootstrap(with_plugin=True)
     decode = Decode(address)
-    assert ask(decode, address, lambda *_: True) is True
-    assert not decode.failures
+    assert ask(decode, address, takes(decode)) is True
+    info = decode.prefill_info_table[address]
+    assert not decode.failures and info.target_tp_ranks == [0] and info.required_prefill_response_num == 1
 
 
-def test_another_frame_version_is_refused(bootstrap, monkeypatch):
-    address = bootstrap(with_plugin=True)
+def test_another_page_size_is_taken(bootstrap):
+    address = bootstrap(with_plugin=True, page_size=16)
+    decode = Decode(address, page_size=64)
+    assert ask(decode, address, takes(decode)) is True
+    assert decode.seen_page_size == 16 and decode.kv_args.page_size == 64
+
+
+def test_all_ranks_of_a_prefill_under_dcp_are_asked(bootstrap):
+    address = bootstrap(with_plugin=True, prefill=DcpLayout(4, 16))
     decode = Decode(address)
-    with monkeypatch.context() as m:
-        m.setattr(wire, "FRAME_VERSION", 9)
-        served = ask(decode, address, lambda *_: True)  # server and judge share one module here: both say 9
-    assert served is True
-    answer = {"frame_version": 2}
-    assert "reads version 2" in wire.capability_refusal(200, answer, address, 64)
+    assert ask(decode, address, takes(decode, tp_size=4)) is True
+    info = decode.prefill_info_table[address]
+    assert (info.target_tp_rank, info.target_tp_ranks) == (None, [0, 1, 2, 3])
+    assert (info.required_dst_info_num, info.required_prefill_response_num) == (2, 4)
+
+
+def test_ranks_that_can_not_be_shared_out_are_refused(bootstrap):
+    address = bootstrap(with_plugin=True, prefill=DcpLayout(2, 16))
+    decode = Decode(address)
+    assert ask(decode, address, takes(decode, tp_size=6)) is False
+    assert decode.failures[1] == (
+        "prefill has 3 DCP groups (--tp-size 6, --dcp-size 2) for 2 decode ranks: choose sizes of which one divides "
+        "the other."
+    )
+    assert not decode.prefill_info_table, "it is asked again for later requests"
+    decode = Decode(address)
+    assert ask(decode, address, takes(decode, tp_size=4, cp_size=2)) is False
+    assert "--attn-cp-size" in decode.failures[1]
+
+
+@pytest.mark.parametrize("with_plugin,prefill", [(False, NO_DCP), (True, NO_DCP), (True, DcpLayout(2))])
+def test_block_size_1_on_both_sides_is_left_to_sglang(bootstrap, with_plugin, prefill):
+    address = bootstrap(with_plugin, prefill)
+    decode = Decode(address)
+    asked = []
+    assert ask(decode, address, lambda manager, _: asked.append(manager) or True, block_size=1) is True
+    assert asked == [decode], "SGLang's own manager, not a view of it"
+    assert not hasattr(decode, "dcp_block_pairs"), "and no frame is sent"
+
+
+def test_block_size_1_takes_a_prefill_with_blocks(bootstrap):
+    address = bootstrap(with_plugin=True, prefill=DcpLayout(2, 16))
+    decode = Decode(address)
+    assert ask(decode, address, takes(decode, tp_size=2), block_size=1) is True
+    assert decode.dcp_block_pairs and decode.prefill_info_table[address].target_tp_ranks == [0, 1]
+
+
+def test_another_version_is_refused(bootstrap):
+    address = bootstrap(with_plugin=True)
+    answer = {"frame_version": 1}
+    assert "reads version 1" in wire.capability_refusal(200, answer, address, 64)
+    assert wire.served_geometry(200, answer, "bfloat16") is None
     assert "does not run sglang-dcp-block" in wire.capability_refusal(200, ["?"], address, 64)
+    assert wire.served_geometry(404, None, "bfloat16") is None
+    good = wire.capability(DcpLayout(2, 16), 64)
+    assert wire.capability_refusal(200, good, address, 64) is None
+    assert wire.served_geometry(200, good, "bfloat16") == wire.KvGeometry(2, 16, 64, "bfloat16")
+    for nonsense in ({"dcp_size": None}, {"block_size": 0}, {"page_size": "?"}):
+        assert "sent an unreadable layout" in wire.capability_refusal(200, good | nonsense, address, 64)
 
 
 def test_a_check_of_sglang_that_raises_fails_the_requests_not_the_scheduler(bootstrap):
@@ -553,10 +639,10 @@ def test_a_check_of_sglang_that_raises_fails_the_requests_not_the_scheduler(boot
     decode = Decode(address)
 
     def original(*_):
-        raise RuntimeError("Page size mismatch: prefill server has page_size=16, but decode server has page_size=64.")
+        raise RuntimeError("KV cache dtype mismatch: prefill server has kv_cache_dtype=fp8_e4m3.")
 
     assert ask(decode, address, original) is False
-    assert "Page size mismatch" in decode.failures[1]
+    assert "KV cache dtype mismatch" in decode.failures[1]
 
 
 def test_a_silent_prefill_is_asked_again_later():
@@ -572,6 +658,27 @@ def test_a_prefill_that_is_not_up_yet_is_asked_again_later(monkeypatch):
     decode = Decode("127.0.0.1:9")
     assert ask(decode, "127.0.0.1:9", lambda *_: True) is False
     assert not decode.failures
+
+
+# -- who sends to whom -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decode_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("prefill_tp,dcp", [(t, p) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if p <= t])
+def test_every_rank_of_prefill_is_told_and_one_group_sends(prefill_tp, dcp, decode_tp):
+    known_by, load = [0] * prefill_tp, [0] * prefill_tp
+    receivers = set()
+    for rank in range(decode_tp):
+        known, sending, n = wire.senders_of(rank, decode_tp, prefill_tp, dcp)
+        assert len(sending) == dcp and set(sending) <= set(known), "one whole DCP group"
+        assert sending[0] % dcp == 0, "SGLang's DCP rank is the TP rank modulo the DCP size"
+        for r in known:
+            known_by[r] += 1
+        for r in sending:
+            load[r] += 1
+        receivers.add(n)
+    assert set(known_by) == receivers, "each sender is told by as many ranks as it waits for; none waits for ever"
+    assert max(load) - min(load) <= 1, "the groups share the work"
 
 
 # -- the frame ---------------------------------------------------------------------------------------------------------
@@ -597,7 +704,7 @@ def test_every_hook_ran():
 
     prefill, peers = Prefill(CopyEngine(refuse=lambda *_: 0), 40, 16), peers_of(DcpLayout(2, 16), 16)
     assert succeeded(run_request(prefill, peers, Request(77), room=1)[0])
-    # The first is called directly above; a launcher calls the second, in test_engines.py.
-    elsewhere = ("try_ensure_parallel_info", "start_disagg_service")
+    # Called directly above; by a launcher, in test_engines.py; by senders, in test_any_pair.py.
+    elsewhere = ("try_ensure_parallel_info", "start_disagg_service", "pop_decode_prefix_len")
     missing = [h.target for h in ours.MOONCAKE_HOOKS if not call_counts[h.target] and not h.target.endswith(elsewhere)]
     assert not missing

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import CANARY, GUARD_ROWS, LAYERS, Peer, Prefill, assert_rows, buffers
+from test_any_pair import Server
 from test_mooncake_hooks import Request, assert_failed, run_request, succeeded
 
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -86,16 +87,16 @@ def decode_server():
     context = multiprocessing.get_context("spawn")
     running = []
 
-    def start(layout: DcpLayout, virtual_pages: int, page_size: int):
+    def start(layout: DcpLayout, virtual_pages: int, page_size: int, tp_size: int | None = None):
         pipes = []
-        for _ in range(layout.dcp_size):
+        for _ in range(tp_size or layout.dcp_size):
             mine, theirs = context.Pipe()
             rows = virtual_pages * layout.rows_per_virtual_page(page_size)
             running.append(context.Process(target=decode_process, args=(theirs, rows), daemon=True))
             running[-1].start()
             pipes.append(mine)
         peers = [RemotePeer(layout, rank, virtual_pages, page_size, pipe) for rank, pipe in enumerate(pipes)]
-        return peers, running[-layout.dcp_size :]
+        return peers, running[-len(peers) :]
 
     yield start
     for process in running:
@@ -111,8 +112,13 @@ def prefill_server(pages: int, page_size: int) -> Prefill:
 
 
 def assert_all_rows(peers, want) -> None:
-    for peer, rows in zip(peers, want, strict=True):
+    for peer in peers:
         peer.read()
+    assert_rows_read(peers, want)
+
+
+def assert_rows_read(peers, want) -> None:
+    for peer, rows in zip(peers, want, strict=True):
         assert_rows(peer, rows)
 
 
@@ -131,6 +137,33 @@ def test_rows_over_tcp(decode_server, dcp_size, block_size, page_size):
             assert all(peer.aux[2] == 1 for peer in peers)
     assert prefill.threads_alive()
     assert prefill.manager._dcp_pack_buffers is None
+
+
+@pytest.mark.parametrize(
+    "prefill,decode",
+    [
+        (Server(2, 2, 16, 64), Server(4, 4, 64, 64)),
+        (Server(4, 4, 64, 64), Server(1, 1, 1, 16)),
+        pytest.param(Server(2, 2, 192, 64), Server(2, 2, 16, 16), marks=pytest.mark.slow),
+        pytest.param(Server(4, 2, 1, 16), Server(2, 2, 64, 64), marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_any_pair_over_tcp(prefill, decode, servers, decode_server):
+    engine = Tcp()
+
+    def peers(server: Server, virtual_pages: int):
+        return decode_server(server.layout, virtual_pages, server.page, server.tp)[0]
+
+    pair = servers(prefill, decode, engine, peers=peers)
+    for sender in pair.senders:  # one engine holds the buffers of all prefill ranks
+        engine.register([*sender.kv, sender.aux])
+    for length, chunk in ((1, 1200), (decode.layout.cycle + 3, 1200), (1111, 300)):
+        request = pair.send(length, chunk=chunk)
+        assert request.succeeded, request.verdicts
+        assert_all_rows(pair.receivers, pair.expected(0, length))
+        assert all(peer.aux[2] == 1 for peer in pair.receivers)
+    with pytest.raises(AssertionError):  # control: one row more than another length has
+        assert_rows_read(pair.receivers, pair.expected(0, 1110))
 
 
 def test_a_long_request_stays_under_the_lanes_queue(decode_server):

@@ -51,7 +51,7 @@ def test_messages_are_collected_from_every_way_to_say_them(tmp_path):
     """Control for the collector: it must see raises, returned refusals and values in f-strings."""
     package = make_docs["PACKAGE"]
     texts = {m.text for m in make_docs["messages"](package / "disaggregation/wire.py")}
-    assert any(text.startswith("--dcp-size differs (prefill …, decode …)") for text in texts)
+    assert any(text.startswith("prefill has … DCP groups (--tp-size …, --dcp-size …)") for text in texts)
     texts = {m.text for m in make_docs["messages"](package / "server_args.py")}
     assert "--dcp-block-size must be a whole number of tokens >= 1, got …." in texts
 

@@ -305,6 +305,12 @@ def test_peer(serve, ours, theirs, words):
     assert url in check.message and (words or "block size") in check.message
 
 
+def test_a_pd_peer_may_have_any_layout(serve):
+    url = serve({"dcp_layout": layout(), "disaggregation_mode": "prefill"})
+    (check,) = doctor.check_peers([url], Settings(4, 4, 16, 16))
+    assert check.status == "ok"
+
+
 def test_peer_with_another_plugin_version(serve):
     (check,) = doctor.check_peers([serve({"dcp_layout": layout() | {"plugin_version": "9.9"}})], Settings())
     assert check.status == "warn" and f"but plugin version 9.9, here {__version__}" in check.message
@@ -315,17 +321,18 @@ def test_peer_with_another_plugin_version(serve):
     [
         ((1, 1, 64, "auto"), (8, 64, 64, "auto"), None),
         ((8, 64, 64, "bf16"), (8, 64, 64, "bf16"), None),
-        ((8, 16, 64, "auto"), (8, 64, 64, "auto"), "--dcp-block-size differs (prefill 16, decode 64)"),
-        ((8, 64, 64, "auto"), (1, 1, 64, "auto"), "--dcp-size differs (prefill 8, decode 1)"),
-        ((1, 1, 16, "auto"), (8, 64, 64, "auto"), "--page-size differs (prefill 16, decode 64)"),
+        ((8, 16, 64, "auto"), (8, 64, 64, "auto"), None),
+        ((8, 64, 64, "auto"), (1, 1, 64, "auto"), None),
+        ((1, 1, 16, "auto"), (8, 64, 64, "auto"), None),
+        ((2, 64, 64, "auto", 6), (2, 64, 64, "auto", 2), "prefill has 3 DCP groups (--tp-size 6, --dcp-size 2)"),
         ((1, 1, 64, "bf16"), (8, 64, 64, "fp8_e4m3"), "--kv-cache-dtype differs"),
         ((1, 1, 64, "auto"), (8, 64, 64, "bf16"), None),
     ],
 )
 def test_prefill_and_decode_are_judged_as_the_prefill_server_will(serve, prefill, decode, words):
-    def info(mode, dcp_size, block_size, page_size, dtype):
+    def info(mode, dcp_size, block_size, page_size, dtype, tp_size=8):
         record = layout(dcp_size, block_size, page_size)
-        return {"dcp_layout": record, "disaggregation_mode": mode, "kv_cache_dtype": dtype}
+        return {"dcp_layout": record, "disaggregation_mode": mode, "kv_cache_dtype": dtype, "tp_size": tp_size}
 
     urls = [serve(info("prefill", *prefill)), serve(info("decode", *decode))]
     for order in (urls, urls[::-1]):

@@ -1,9 +1,10 @@
-"""What a PD decode server says about its KV layout when it registers, and when a prefill server must refuse it.
+"""What PD servers tell each other about their KV layouts, who sends to whom, and when a pair must be refused.
 
-The registration message of SGLang's Mooncake backend is a list of frames. A decode server with B > 1 appends one of
-ours: a magic word, the frame's version, and a JSON object with the fields of :class:`KvGeometry`. A prefill server
-without this package would ignore the frame and send token round-robin rows, so decode asks for :data:`ROUTE` on the
-prefill's bootstrap server first; a stock server answers 404 there.
+A decode server asks for :data:`ROUTE` on the prefill's bootstrap server first: the answer names the prefill's layout,
+and a server without this package answers 404. If the pair is more than SGLang's own (:func:`is_stock`), decode appends
+a frame of ours to SGLang's registration message (a list of frames): a magic word, the frame's version, and a JSON
+object with the fields of :class:`KvGeometry`. A prefill server without this package would ignore it and send rows in
+its own order.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 
-FRAME_VERSION = 1
+FRAME_VERSION = 2
 MAGIC = b"sglang-dcp-block"
 #: Frames of a stock registration message; ours follows.
 STOCK_FRAMES = 20
-#: GET on the prefill's bootstrap server: ``{"frame_version": ..., "plugin_version": ...}``.
+#: GET on the prefill's bootstrap server; :func:`capability` makes the answer.
 ROUTE = "/dcp_block_capability"
 
 _SAME_PLUGIN = "install the same sglang-dcp-block version on both servers"
@@ -76,30 +78,96 @@ def decode(frame: bytes) -> KvGeometry:
         ) from None
 
 
-def refusal(prefill: KvGeometry, decode: KvGeometry) -> str | None:
-    """Why ``prefill`` can't send to ``decode``, in one sentence; None when it can.
+def is_stock(prefill: KvGeometry, decode: KvGeometry) -> bool:
+    """SGLang serves this pair itself: token round-robin and one page size, from one rank or rank to rank."""
+    return (
+        prefill.block_size == decode.block_size == 1
+        and prefill.page_size == decode.page_size
+        and prefill.dcp_size in (1, decode.dcp_size)
+    )
 
-    It can when both have one layout (rank to rank), or when prefill has no DCP. Row sizes are compared elsewhere.
+
+def refusal(prefill: KvGeometry, decode: KvGeometry) -> str | None:
+    """Why ``prefill`` can't send to ``decode``, in one sentence; None when it can. Any two layouts and page sizes fit.
+
+    Bytes per token are compared elsewhere.
     """
-    for option, ours, theirs in (
-        ("--page-size", prefill.page_size, decode.page_size),
-        ("--kv-cache-dtype", prefill.kv_dtype, decode.kv_dtype),
-    ):
-        if ours != theirs:
-            return f"{option} differs (prefill {ours}, decode {theirs}): start both servers with the same {option}."
-    if prefill.dcp_size == 1:
-        return None
-    if prefill.dcp_size != decode.dcp_size:
+    if prefill.kv_dtype != decode.kv_dtype:
         return (
-            f"--dcp-size differs (prefill {prefill.dcp_size}, decode {decode.dcp_size}): start both servers with the "
-            "same --dcp-size, or prefill without DCP."
-        )
-    if prefill.block_size != decode.block_size:
-        return (
-            f"--dcp-block-size differs (prefill {prefill.block_size}, decode {decode.block_size}): start both servers "
-            "with the same --dcp-block-size, or prefill without DCP."
+            f"--kv-cache-dtype differs (prefill {prefill.kv_dtype}, decode {decode.kv_dtype}): "
+            "start both servers with the same --kv-cache-dtype."
         )
     return None
+
+
+def missing_frame(prefill: KvGeometry) -> str:
+    """Refusal of a decode server that registered without our frame where the pair is not SGLang's own."""
+    return (
+        f"this prefill server has --dcp-size {prefill.dcp_size} --dcp-block-size {prefill.block_size} and the decode "
+        f"server did not say that it can receive from it: {_SAME_PLUGIN}."
+    )
+
+
+# -- who sends to whom -------------------------------------------------------------------------------------------------
+
+
+class Senders(NamedTuple):
+    """The prefill TP ranks that one decode TP rank registers with.
+
+    known: all of them; each answers for each request. sending: those that send KV, one DCP group. receivers: decode
+    ranks that register with each of ``known``.
+    """
+
+    known: range
+    sending: range
+    receivers: int
+
+
+def senders_of(decode_rank: int, decode_tp: int, prefill_tp: int, prefill_dcp: int) -> Senders:
+    """Prefill ranks for TP rank ``decode_rank`` of ``decode_tp``.
+
+    DCP groups are consecutive TP ranks, and all of them hold the same KV. So each decode rank is served by the ranks
+    of one group, the decode ranks are spread over the groups, and a group that is left over is told and sends nothing.
+
+    Raises:
+        WireError: the groups can't be shared out evenly.
+    """
+    groups = [range(first, first + prefill_dcp) for first in range(0, prefill_tp, prefill_dcp)]
+    n = len(groups)
+    if decode_tp % n and n % decode_tp:
+        raise WireError(
+            f"prefill has {n} DCP groups (--tp-size {prefill_tp}, --dcp-size {prefill_dcp}) for {decode_tp} decode "
+            "ranks: choose sizes of which one divides the other."
+        )
+    first = decode_rank * n // decode_tp
+    last = max(first, (decode_rank + 1) * n // decode_tp - 1)
+    return Senders(range(groups[first].start, groups[last].stop), groups[first], max(1, decode_tp // n))
+
+
+# -- before the first word ---------------------------------------------------------------------------------------------
+
+
+def capability(layout: DcpLayout, page_size: int) -> dict[str, int]:
+    """A prefill server's answer at :data:`ROUTE`, but for the plugin version."""
+    sizes = {"dcp_size": layout.dcp_size, "block_size": layout.block_size, "page_size": page_size}
+    return {"frame_version": FRAME_VERSION, **sizes}
+
+
+def served_geometry(status: int, answer: object, kv_dtype: str) -> KvGeometry | None:
+    """Inverse of :func:`capability`; None where the server has not this version of the plugin, or answers nonsense.
+
+    Args:
+        status: HTTP status. answer: the decoded JSON body (anything for a failed status). kv_dtype: SGLang compares it
+            itself and it is not in the answer: the asking side's.
+    """
+    if status != 200 or not isinstance(answer, dict) or answer.get("frame_version") != FRAME_VERSION:
+        return None
+    try:
+        geometry = KvGeometry(*(int(answer[size]) for size in ("dcp_size", "block_size", "page_size")), kv_dtype)
+        _ = geometry.layout.virtual_page_size(geometry.page_size)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return geometry
 
 
 def capability_refusal(status: int, answer: object, address: str, block_size: int) -> str | None:
@@ -121,4 +189,6 @@ def capability_refusal(status: int, answer: object, address: str, block_size: in
             f"the prefill server at {address} reads version {version} of the sglang-dcp-block frame and this decode "
             f"server sends version {FRAME_VERSION}: {_SAME_PLUGIN}."
         )
+    if served_geometry(status, answer, "") is None:
+        return f"the prefill server at {address} sent an unreadable layout: {_SAME_PLUGIN}."
     return None

@@ -1,0 +1,443 @@
+"""Any layout to any other: SGLang's real senders, receivers, managers, messages and bootstrap server, on every rank.
+
+A prefill server of ``tp`` ranks holds random KV, dealt out token by token; a decode server's ranks ask the bootstrap
+server, register with the prefill ranks that the plugin names, and wait for their status. Then every byte of every
+decode rank is compared. Only the engine that moves bytes is a stand-in here; test_tcp.py has Mooncake's.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import requests
+from harness import (
+    CANARY,
+    LAYERS,
+    ROW_BYTES,
+    CopyEngine,
+    Peer,
+    Prefill,
+    assert_rows,
+    wait_until,
+)
+
+from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation import mooncake as ours
+from sglang_dcp_block.disaggregation import wire
+
+SPARE_PAGES = 2
+LONGEST = 1200
+
+
+class Server(NamedTuple):
+    """tp: TP ranks, in DCP groups of ``dcp`` that all hold the same KV."""
+
+    tp: int
+    dcp: int
+    block: int
+    page: int
+
+    @property
+    def layout(self) -> DcpLayout:
+        return DcpLayout(self.dcp, self.block)
+
+
+class Place(NamedTuple):
+    owner: int
+    page: int  # virtual page of the request
+    row: int  # in that page
+
+
+def dealt(server: Server, tokens: int) -> list[Place]:
+    """Where each token lies, by dealing tokens to ranks in blocks and counting rows off into pages."""
+    rows_per_page = next(n for n in count(1) if n % server.page == 0 and n % server.block == 0)
+    held, places, turn, left = [0] * server.dcp, [], 0, server.block
+    for _ in range(tokens):
+        if not left:
+            turn, left = (turn + 1) % server.dcp, server.block
+        places.append(Place(turn, *divmod(held[turn], rows_per_page)))
+        held[turn] += 1
+        left -= 1
+    return places
+
+
+def pages_for(server: Server, tokens: int) -> int:
+    return max((place.page for place in dealt(server, tokens)), default=-1) + 1
+
+
+# -- two servers in one process ---------------------------------------------------------------------------------------
+
+
+class Pair:
+    """All ranks of both servers. Rows of prefill's free pages and of all of decode are no token's.
+
+    peers: decode ranks whose buffers are elsewhere, for (server, virtual pages); here if it is left out.
+    """
+
+    def __init__(
+        self,
+        prefill: Server,
+        decode: Server,
+        engine: CopyEngine,
+        peers: Callable[[Server, int], list[Peer]] | None = None,
+    ) -> None:
+        self.prefill, self.decode, self.engine = prefill, decode, engine
+        rng = np.random.default_rng(1)
+        self.content = rng.integers(0, 256, (LAYERS, LONGEST, ROW_BYTES), np.uint8)
+        self.src_pages = rng.permutation(pages_for(prefill, LONGEST) + SPARE_PAGES)
+        self.dst_pages = rng.permutation(pages_for(decode, LONGEST) + SPARE_PAGES)
+        self.senders = [self._prefill_rank(rank) for rank in range(prefill.tp)]
+        self.receivers = (peers or _peers_here)(decode, len(self.dst_pages))
+        for rank, peer in enumerate(self.receivers):
+            self._decode_rank(peer, rank)
+        self.bootstrap = self._bootstrap_server()
+        for rank, sender in enumerate(self.senders):
+            self._register(rank, sender.manager.rank_port)
+        self.rooms = count(1)
+
+    def _prefill_rank(self, rank: int) -> Prefill:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        s = self.prefill
+        p = Prefill(self.engine, len(self.src_pages), s.page, layout=s.layout, rank=rank, seed=rank)
+        self._as_rank(p.manager, s, rank)
+        p.manager.disaggregation_mode = DisaggregationMode.PREFILL
+        for t, (owner, page, row) in enumerate(dealt(s, LONGEST)):
+            if owner == p.manager.dcp_rank:
+                at = self.src_pages[page] * s.layout.rows_per_virtual_page(s.page) + row
+                for layer in range(LAYERS):
+                    p.kv[layer][at] = self.content[layer, t]
+        return p
+
+    def _decode_rank(self, peer: Peer, rank: int) -> None:
+        peer.rank, m = rank, peer.manager
+        self._as_rank(m, self.decode, rank)
+        m.prefill_info_table, m.connection_pool, m.connection_lock = {}, {}, threading.Lock()
+        m.required_prefill_response_num_table, m.prefill_response_tracker = {}, {}
+        m.addr_to_rooms_tracker, m._deferred_abort_ack_tracker = defaultdict(set), {}
+        m._deferred_abort_generation, m.waiting_timeout = 0, 60.0
+        m.enable_all_cp_ranks_for_transfer, m.kv_layout, m.dsv41_spec_layout = False, None, None
+        m._start_heartbeat_checker_thread = _no_thread  # nobody dies here
+        m.start_decode_thread()
+
+    @staticmethod
+    def _as_rank(manager, server: Server, rank: int) -> None:
+        m = manager
+        m.attn_tp_size, m.attn_tp_rank, m.kv_args.engine_rank = server.tp, rank, rank
+        m.dcp_rank, m.block_size = rank % server.dcp, server.block
+        m.is_dummy_cp_rank, m.deferred_bootstrap, m.bootstrap_timeout = False, None, 60.0
+        m.enable_all_cp_ranks_for_transfer = False
+
+    def _bootstrap_server(self):
+        from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        server = CommonKVBootstrapServer("127.0.0.1", port)
+
+        def listening() -> bool:
+            with socket.socket() as s:
+                return s.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until(listening, "the bootstrap server listens")
+        return server
+
+    def _register(self, rank: int, port: int) -> None:
+        sizes = dict(attn_tp_size=self.prefill.tp, attn_tp_rank=rank, page_size=self.prefill.page)
+        one = dict.fromkeys(("attn_cp_size", "attn_dp_size", "pp_size", "system_dp_size"), 1)
+        zero = dict.fromkeys(("attn_cp_rank", "attn_dp_rank", "pp_rank", "system_dp_rank"), 0)
+        row = {**sizes, **one, **zero, "rank_ip": "127.0.0.1", "rank_port": port, "kv_cache_dtype": "bfloat16"}
+        assert requests.put(f"http://{self.address}/route", json=row, timeout=5).status_code == 200
+
+    def close(self) -> None:
+        self.bootstrap.close()
+
+    # -- one request
+
+    def open(self, prefix: int, end: int, senders: int | None = None) -> Request:
+        """Through registration and metadata, until all senders (or the first few) know where to send."""
+        return Request(self, next(self.rooms), prefix, end, self.senders[:senders])
+
+    def send(self, end: int, prefix: int = 0, chunk: int = LONGEST) -> Request:
+        """One request until both sides have concluded."""
+        request = self.open(prefix, end)
+        for sender in range(self.prefill.tp):
+            request.send(sender, chunk)
+        request.conclude()
+        return request
+
+    def clear(self) -> None:
+        for peer in self.receivers:
+            peer.clear()
+
+    def expected(self, prefix: int, end: int) -> list[list[np.ndarray]]:
+        """What each decode rank must hold: its share of [prefix, end), in pages that begin at ``prefix``."""
+        s = self.decode
+        want = [[np.full_like(b, CANARY) for b in peer.kv] for peer in self.receivers]
+        places = dealt(s, end)
+        first = places[prefix].page
+        for t in range(prefix, end):
+            owner, page, row = places[t]
+            at = self.dst_pages[page - first] * s.layout.rows_per_virtual_page(s.page) + row
+            for peer, rows in zip(self.receivers, want, strict=True):
+                if peer.manager.dcp_rank == owner:
+                    for layer in range(LAYERS):
+                        rows[layer][at] = self.content[layer, t]
+        return want
+
+    def audit(self, prefix: int, end: int) -> None:
+        for peer, rows in zip(self.receivers, self.expected(prefix, end), strict=True):
+            assert_rows(peer, rows)
+
+
+def _peers_here(server: Server, virtual_pages: int) -> list[Peer]:
+    return [Peer(server.layout, 0, virtual_pages, server.page) for _ in range(server.tp)]
+
+
+def _no_thread() -> threading.Thread:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    return thread
+
+
+class Request:
+    def __init__(self, pair: Pair, room: int, prefix: int, end: int, senders: list[Prefill]) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
+
+        self.pair, self.room, self.prefix, self.end, self.poll = pair, room, prefix, end, KVPoll
+        self.senders = [MooncakeKVSender(p.manager, pair.address, room) for p in senders]
+        self.receivers = [MooncakeKVReceiver(p.manager, pair.address, room) for p in pair.receivers]
+        first = dealt(pair.decode, end)[prefix].page
+        pages = pair.dst_pages[: pages_for(pair.decode, end) - first].astype(np.int32)
+        for receiver in self.receivers:
+            if not receiver.kv_mgr.try_ensure_parallel_info(pair.address):
+                continue
+            receiver.init(0)
+            receiver.send_metadata(pages, aux_index=2, decode_prefix_len=prefix)
+        wait_until(
+            lambda: (
+                all(s.poll() == KVPoll.WaitingForInput for s in self.senders)
+                or any(r.poll() == KVPoll.Failed for r in self.receivers)
+            ),
+            "all senders know all receivers",
+        )
+
+    def send(self, rank: int, chunk: int = LONGEST) -> None:
+        """As SGLang's scheduler does: whole pages until the last chunk."""
+        s, sender = self.pair.prefill, self.senders[rank]
+        page = s.layout.virtual_page_size(s.page)
+        start = sender.pop_decode_prefix_len()
+        sender.init(-(-(self.end - start) // page), 1)
+        ends = [e - e % page for e in range(start + chunk, self.end, chunk)]
+        for end in [*dict.fromkeys(e for e in ends if e > start), self.end]:
+            pages = self.pair.src_pages[start // page : -(-end // page)]
+            sender.send(pages.astype(np.int32), num_kv_tokens=end - start)
+            start = end
+
+    def conclude(self) -> None:
+        ended = (self.poll.Success, self.poll.Failed)
+        wait_until(lambda: all(x.poll() in ended for x in [*self.receivers, *self.senders]), "both sides conclude")
+        self.verdicts = [r.poll() for r in self.receivers]
+        for x in [*self.receivers, *self.senders]:
+            x.clear()
+
+    @property
+    def succeeded(self) -> bool:
+        return all(v == self.poll.Success for v in self.verdicts)
+
+
+def kv_bytes(engine: CopyEngine) -> int:
+    return sum(n for batch in engine.kv_batches() for *_, n in batch)
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+PAIRS = {
+    "2 to 2, other blocks": (Server(2, 2, 16, 64), Server(2, 2, 64, 64)),
+    "2 to 2, other pages": (Server(2, 2, 16, 16), Server(2, 2, 16, 64)),
+    "4 to 4, smaller blocks": (Server(4, 4, 64, 64), Server(4, 4, 8, 64)),
+    "2 to 1": (Server(2, 2, 64, 64), Server(1, 1, 1, 64)),
+    "4 to 1, token round-robin": (Server(4, 4, 1, 16), Server(1, 1, 1, 16)),
+    "2 to 4": (Server(2, 2, 64, 64), Server(4, 4, 16, 64)),
+    "4 to 2, other pages": (Server(4, 4, 16, 64), Server(2, 2, 192, 16)),
+    "8 to 2": (Server(8, 8, 8, 16), Server(2, 2, 16, 16)),
+    "2 to 8, round-robin to blocks": (Server(2, 2, 1, 1), Server(8, 8, 16, 16)),
+    "blocks to round-robin": (Server(2, 2, 128, 64), Server(4, 4, 1, 16)),
+    "1 to 1, other pages": (Server(1, 1, 1, 16), Server(1, 1, 1, 64)),
+    "1 to 2, other pages": (Server(1, 1, 1, 64), Server(2, 2, 16, 16)),
+    "four copies to one rank, other pages": (Server(4, 1, 1, 64), Server(1, 1, 1, 16)),
+    "four copies to 2, other pages": (Server(4, 1, 1, 64), Server(2, 2, 16, 16)),
+    "two groups to one": (Server(4, 2, 16, 64), Server(2, 2, 64, 64)),
+    "one group to two": (Server(2, 2, 64, 64), Server(4, 2, 16, 64)),
+    "two groups to four ranks without DCP": (Server(4, 2, 16, 64), Server(4, 1, 1, 64)),
+    "four groups to one rank": (Server(8, 2, 16, 64), Server(1, 1, 1, 64)),
+    "two groups of one layout to one": (Server(4, 2, 64, 64), Server(2, 2, 64, 64)),
+    "one layout": (Server(2, 2, 64, 64), Server(2, 2, 64, 64)),
+    "one layout, blocks of pages": (Server(2, 2, 192, 64), Server(2, 2, 192, 64)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rows_between_two_layouts(name, servers):
+    pair = servers(*PAIRS[name])
+    copies = pair.decode.tp // pair.decode.dcp  # DCP groups of decode that each get everything
+    lengths = sorted({1, pair.decode.block, pair.prefill.block + 1, pair.decode.layout.cycle + 3, 700})
+    for length, chunk in [(n, LONGEST) for n in lengths] + [(700, 100), (650, 257)]:
+        pair.clear()
+        pair.engine.batches.clear()
+        request = pair.send(length, chunk=chunk)
+        assert request.succeeded, request.verdicts
+        if name == "one layout":
+            continue  # SGLang copies whole pages, with what lies behind the last token
+        pair.audit(0, length)
+        assert kv_bytes(pair.engine) == copies * length * LAYERS * ROW_BYTES, "each row once"
+    assert all(peer.aux[2] == 1 for peer in pair.receivers)
+    assert all(s.threads_alive() for s in pair.senders)
+    assert all(s.manager._dcp_pack_buffers is None for s in pair.senders)
+
+
+@pytest.mark.parametrize(
+    "prefill,decode,prefix",
+    [
+        (Server(2, 2, 64, 64), Server(2, 2, 16, 16), 7 * 32),
+        (Server(2, 2, 64, 64), Server(1, 1, 1, 16), 5 * 16),
+        (Server(1, 1, 1, 64), Server(1, 1, 1, 16), 7 * 16),
+        (Server(2, 2, 16, 16), Server(4, 4, 64, 64), 2 * 256),
+    ],
+)
+@pytest.mark.parametrize("chunk", [LONGEST, 130])
+def test_a_decode_prefix_may_end_inside_a_prefill_page(prefill, decode, prefix, chunk, servers):
+    pair = servers(prefill, decode)
+    request = pair.send(prefix + 333, prefix, chunk)
+    assert request.succeeded, request.verdicts
+    pair.audit(prefix, prefix + 333)
+    assert kv_bytes(pair.engine) == 333 * LAYERS * ROW_BYTES, "what decode has is not sent"
+
+
+# -- completion, failures, aborts ------------------------------------------------------------------------------------
+
+
+def test_decode_waits_for_every_sender_also_for_one_with_nothing_to_send(servers):
+    pair = servers(Server(4, 4, 64, 64), Server(2, 2, 16, 16))
+    request = pair.open(0, 50)  # all on rank 0
+    for sender in (0, 1, 3):
+        request.send(sender)
+    responses = [p.manager.prefill_response_tracker[request.room] for p in pair.receivers]
+    wait_until(lambda: all(r == {0, 1, 3} for r in responses), "three senders have answered")
+    assert all(r.poll() == request.poll.WaitingForInput for r in request.receivers)
+    request.send(2)
+    request.conclude()
+    assert request.succeeded
+    pair.audit(0, 50)
+    assert kv_bytes(pair.engine) == 50 * LAYERS * ROW_BYTES
+
+
+def test_one_sender_that_fails_fails_the_request_and_no_other(servers, monkeypatch):
+    monkeypatch.setattr(ours, "RETRY_PAUSE_S", 0.001)
+    broken: set[int] = set()
+    pair = servers(Server(2, 2, 64, 64), Server(2, 2, 16, 64))
+    prefill = pair.senders[1].manager
+    prefill.engine = CopyEngine(refuse=lambda number, segments: -1 if broken else 0)
+    broken.add(1)
+    request = pair.open(0, 400)
+    for sender in (0, 1):
+        request.send(sender)
+    wait_until(lambda: all(r.poll() == request.poll.Failed for r in request.receivers), "decode knows")
+    with pytest.raises(Exception, match="with code -1 on try"):
+        request.receivers[0].failure_exception()
+    assert request.senders[1].poll() == request.poll.Failed
+    broken.clear()
+    pair.clear()
+    assert pair.send(400).succeeded
+    pair.audit(0, 400)
+    assert all(s.threads_alive() for s in pair.senders)
+
+
+def test_an_abort_is_safe_when_every_sender_has_drained(servers):
+    pair = servers(Server(2, 2, 64, 64), Server(4, 4, 16, 64))
+    request = pair.open(0, 700)
+    request.senders[0].init(6, 1)
+    pages = pair.src_pages[:2].astype(np.int32)
+    request.senders[0].send(pages, num_kv_tokens=256)  # rank 0 has begun, rank 1 has not
+    wait_until(lambda: len(pair.engine.kv_batches()) == 4, "rank 0 has sent its first chunk to all four")
+    for receiver in request.receivers:
+        assert len(receiver.bootstrap_infos) == 2, "what SGLang waits for after an abort"
+        receiver.abort()
+    for peer in pair.receivers:
+        wait_until(lambda m=peer.manager: m.is_abort_release_safe(request.room, 2), "both senders have drained")
+    request.senders[0].send(pages, num_kv_tokens=256)  # must be dropped: the pages belong to others now
+    pair.clear()
+    for x in [*request.receivers, *request.senders]:
+        x.clear()
+    assert pair.send(555).succeeded
+    pair.audit(0, 555)
+
+
+# -- pairs that SGLang serves itself, and refusals ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill,decode", [(Server(2, 2, 1, 16), Server(2, 2, 1, 16)), (Server(1, 1, 1, 16),) * 2])
+def test_block_size_1_on_both_sides_is_sglangs(prefill, decode, servers, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("our plan was asked for")
+
+    monkeypatch.setattr(ours, "plan_pair", forbidden)
+    pair = servers(prefill, decode)
+    assert pair.send(200).succeeded
+    for peer, sender in zip(pair.receivers, pair.senders, strict=True):
+        assert not sender.manager.decode_kv_args_table[peer.session].requires_dcp_relayout
+        assert len(peer.registration()) == wire.STOCK_FRAMES
+
+
+def test_a_decode_server_without_the_plugin_is_refused(servers):
+    """It registers with the one rank that SGLang names, without a frame."""
+    pair = servers(Server(2, 2, 16, 64), Server(2, 2, 16, 64))
+    sender = pair.senders[0]
+    peer = Peer(DcpLayout(2, 1), 0, 4, 64)
+    peer.manager.block_size = 1
+    peer.tell(sender.endpoint, peer.registration())
+    wait_until(lambda: sender.manager.state_layout_rejections, "it is refused")
+    assert sender.manager.state_layout_rejections[peer.session] == (
+        "this prefill server has --dcp-size 2 --dcp-block-size 16 and the decode server did not say that it can "
+        "receive from it: install the same sglang-dcp-block version on both servers."
+    )
+    assert pair.send(100).succeeded and sender.threads_alive()
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["sender flip", "receiver flip", "one sender silent", "one sender is enough"])
+def test_control_a_wrong_map_is_seen(mistake, servers, monkeypatch):
+    plan, senders_of = ours.plan_pair, wire.senders_of
+
+    def wrong(src, dst, start, length):
+        if mistake == "sender flip":
+            src = src._replace(rank=1 - src.rank)
+        elif mistake == "receiver flip":
+            dst = dst._replace(rank=dst.layout.dcp_size - 1 - dst.rank)
+        elif mistake == "one sender silent" and src.rank == 1:
+            length = 0
+        return plan(src, dst, start, length)
+
+    if mistake == "one sender is enough":  # decode trusts one rank of prefill, as SGLang's own map does
+        monkeypatch.setattr(wire, "senders_of", lambda *a: (s := senders_of(*a))._replace(known=s.known[:1]))
+    monkeypatch.setattr(ours, "plan_pair", wrong)
+    pair = servers(Server(2, 2, 64, 64), Server(4, 4, 16, 64))
+    request = pair.open(0, 512, senders=1 if mistake == "one sender is enough" else 2)
+    for sender in range(len(request.senders)):
+        request.send(sender)
+    request.conclude()
+    assert all(v == request.poll.Success for v in request.verdicts), "the status says nothing: only the rows can tell"
+    with pytest.raises(AssertionError):
+        pair.audit(0, 512)
