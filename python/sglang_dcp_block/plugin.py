@@ -56,10 +56,11 @@ class Setup:
         return self._dcp_mla and self.layout.block_size > 1 and self.backend == "flashinfer"
 
 
-#: When a hook is installed. "launch", "engine" and "scheduler" need no settings; see register().
+#: When a hook is installed. "launch", "engine", "controller" and "scheduler" need no settings; see register().
 SCOPES: dict[str, str | Callable[[Setup], bool]] = {
     "launch": "every process, when the plugin loads",
     "engine": "the launcher, once its engine module is loaded",
+    "controller": "the controller of data-parallel ranks, when the plugin loads",
     "scheduler": "scheduler processes, when the plugin loads",
     "block": lambda s: s.block,
     "triton": lambda s: s.triton,
@@ -104,6 +105,15 @@ HOOKS: tuple[Hook, ...] = (
         "dcb661fedfdafb11",
         "engine",
         "a scheduler that came up without the layout is not noticed",
+        "test/unit/test_plugin.py",
+    ),
+    Hook(
+        "sglang.srt.managers.data_parallel_controller:DataParallelController.get_init_info",
+        f"{_US}.plugin:controller_init_info",
+        "around",
+        "431256a7b754a65c",
+        "controller",
+        "a launcher of data-parallel ranks hears no layout from them and stops",
         "test/unit/test_plugin.py",
     ),
     Hook(
@@ -352,6 +362,8 @@ def _register_late() -> None:
         hooks.install(_in_scope("engine"), _ADVICE)
         if not isinstance(engine.Engine.server_args_class, server_args.EngineServerArgs):
             engine.Engine.server_args_class = server_args.EngineServerArgs(engine.Engine.server_args_class)
+    if "sglang.srt.managers.data_parallel_controller" in sys.modules:
+        hooks.install(_in_scope("controller"), _ADVICE)
     if "sglang.srt.managers.scheduler" in sys.modules:
         hooks.install(_in_scope("scheduler"), _ADVICE)
 
@@ -447,10 +459,21 @@ def get_init_info(original: Callable[..., dict[str, Any]], scheduler: Any) -> di
 
 def wait_for_scheduler_ready(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     infos = original(*args, **kwargs)
+    _check_reports(infos)
+    return infos
+
+
+def controller_init_info(original: Callable[..., dict[str, Any]], controller: Any) -> dict[str, Any]:
+    """SGLang's controller picks what it passes on to the launcher; the layout of its schedulers goes along."""
+    infos = controller._scheduler_init_infos
+    _check_reports(infos)
+    return original(controller) | {key: infos[0][key] for key in ("dcp_block_size", "dcp_layout")}
+
+
+def _check_reports(infos: list[dict[str, Any]]) -> None:
     layouts = [info.get("dcp_layout") for info in infos]
     if any(layout is None or layout != layouts[0] for layout in layouts):
         raise HookError(
             f"sglang-dcp-block: the scheduler processes report different layouts ({layouts}): "
             "install the plugin for every process."
         )
-    return infos

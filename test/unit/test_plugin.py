@@ -115,6 +115,16 @@ def test_the_launcher_stops_when_a_scheduler_reports_no_or_another_layout():
             plugin.wait_for_scheduler_ready(lambda infos=infos: infos)
 
 
+def test_a_controller_of_data_parallel_ranks_passes_their_layout_on():
+    record = plugin.layout_record(DcpLayout(2, 64), 64)
+    ranks = [{"dcp_layout": record, "dcp_block_size": 64}] * 2
+    controller = types.SimpleNamespace(_scheduler_init_infos=ranks)
+    assert plugin.controller_init_info(lambda c: {"status": "ready"}, controller) == {"status": "ready"} | ranks[0]
+    controller._scheduler_init_infos = [ranks[0], {"status": "ready"}]
+    with pytest.raises(HookError, match="report different layouts"):
+        plugin.controller_init_info(lambda c: {}, controller)
+
+
 def _python(code: str, environment: dict[str, str] | None = None, data: bytes = b"") -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code], input=data, capture_output=True, timeout=300, env=os.environ | (environment or {})
