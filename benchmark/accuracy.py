@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 MODEL = ROOT / "models" / "tiny_math"
 WORKED_ANSWER_TOKENS = 48  # the longest worked answer has 37
-NEEDLE_TOKENS = 20  # the fact again, #### and three numbers
 DEPTHS = [i / 10 for i in range(11)]
 _LAYOUT = re.compile(r"(?P<pd>pd)?(?P<dcp>\d+)(x(?P<block>\d+))?(!(?P<fault>.+))?")
 
@@ -63,13 +62,22 @@ class Layout(NamedTuple):
 
 
 class Quiz(NamedTuple):
-    """Prompts, each beginning with one of the contexts, and what each should answer."""
+    """Prompts, each beginning with one of the contexts, and what each should answer, as `read` finds it in the
+    generated text.
+    """
 
     name: str
     contexts: list[list[int]]
     prompts: list[list[int]]
     expected: list[str]
     new_tokens: int
+    read: Callable[[str], str | None]
+
+    def only(self, *numbers: int) -> Quiz:
+        """Of all questions these."""
+        prompts = [self.prompts[n] for n in numbers]
+        contexts = [c for c in self.contexts if any(p[: len(c)] == c for p in prompts)]
+        return self._replace(contexts=contexts, prompts=prompts, expected=[self.expected[n] for n in numbers])
 
 
 def parse_layout(text: str) -> Layout:
@@ -85,25 +93,38 @@ def parse_layout(text: str) -> Layout:
     return Layout(text, int(match["dcp"]), block, bool(match["pd"]), match["fault"])
 
 
-def make_quiz(name: str, prompts: Sequence[problems.Prompt], new_tokens: int, tokenizer: Tokenizer) -> Quiz:
-    contexts = dict.fromkeys(prompt.context for prompt in prompts)
-    return Quiz(
-        name,
-        [[BOS, *tokenizer.encode(context)] for context in contexts],
-        [[BOS, *tokenizer.encode(prompt.text)] for prompt in prompts],
-        [prompt.answer for prompt in prompts],
-        new_tokens,
-    )
+def token_ids(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
+    return [[BOS, *tokenizer.encode(text)] for text in texts]
+
+
+def contexts_of(prompts: Sequence[problems.Prompt]) -> list[str]:
+    return list(dict.fromkeys(prompt.context for prompt in prompts))
 
 
 def word_problems(questions: int, tokenizer: Tokenizer) -> Quiz:
     prompts = problems.evaluation_set(-(-questions // 8), 8, seed=1)[:questions]
-    return make_quiz("word problems", prompts, WORKED_ANSWER_TOKENS, tokenizer)
+    return Quiz(
+        "word problems",
+        token_ids(contexts_of(prompts), tokenizer),
+        token_ids([prompt.text for prompt in prompts], tokenizer),
+        [prompt.answer for prompt in prompts],
+        WORKED_ANSWER_TOKENS,
+        problems.final_answer,
+    )
 
 
 def needles(length: int, contexts: int, tokenizer: Tokenizer) -> Quiz:
+    """The answer's first words, up to the code, are part of the prompt: what is left are three lookups."""
     prompts = problems.needle_set(length, DEPTHS, contexts, seed=1)
-    return make_quiz(f"needles in {length}", prompts, NEEDLE_TOKENS, tokenizer)
+    asked = [prompt.text + prompt.solution.partition(prompt.answer)[0] for prompt in prompts]
+    return Quiz(
+        f"needles in {length}",
+        token_ids(contexts_of(prompts), tokenizer),
+        token_ids(asked, tokenizer),
+        [prompt.answer for prompt in prompts],
+        3,
+        str,
+    )
 
 
 def rounds_of(quizzes: Sequence[Quiz]) -> list[bed.Round]:
@@ -254,8 +275,10 @@ def ask_reference(quizzes: Sequence[Quiz], model_path: Path) -> list[list[list[i
     return answers
 
 
-def final_answers(tokens: Sequence[Sequence[list[int]]], tokenizer: Tokenizer) -> list[list[str | None]]:
-    return [[problems.final_answer(tokenizer.decode(answer)) for answer in one] for one in tokens]
+def read_answers(
+    tokens: Sequence[Sequence[list[int]]], quizzes: Sequence[Quiz], tokenizer: Tokenizer
+) -> list[list[str | None]]:
+    return [[quiz.read(tokenizer.decode(answer)) for answer in one] for quiz, one in zip(quizzes, tokens, strict=True)]
 
 
 def ask(layout: Layout, quizzes: Sequence[Quiz], arguments, warm: WarmServer | None = None) -> list[list[list[int]]]:
@@ -356,7 +379,7 @@ def main(command_line: list[str]) -> None:
     names, answers = [], []
     for layout in arguments.layouts:
         started = time.monotonic()
-        answers.append(final_answers(ask(layout, quizzes, arguments), tokenizer))
+        answers.append(read_answers(ask(layout, quizzes, arguments), quizzes, tokenizer))
         names.append(layout.text)
         print(f"layout {layout.text}: {time.monotonic() - started:.0f} s", flush=True)
         rows = compare(names, answers, quizzes)
