@@ -136,7 +136,15 @@ def rounds_of(quizzes: Sequence[Quiz]) -> list[bed.Round]:
     return rounds
 
 
-def engine_spec(layout: Layout, quizzes: Sequence[Quiz], backend: str, *, page: int = 64, batch: int = 16, model=MODEL):
+def engine_spec(
+    layout: Layout,
+    quizzes: Sequence[Quiz],
+    backend: str,
+    *,
+    page: int = 64,
+    batch: int = 16,
+    model: Path = MODEL,
+) -> bed.EngineSpec:
     """An engine of the CPU test bed whose pool holds all contexts and `batch` running requests."""
     longest = max(len(prompt) + quiz.new_tokens for quiz in quizzes for prompt in quiz.prompts)
     beyond = max(len(p) - len(c) for q in quizzes for p in q.prompts for c in q.contexts if p[: len(c)] == c)
@@ -145,7 +153,7 @@ def engine_spec(layout: Layout, quizzes: Sequence[Quiz], backend: str, *, page: 
     widest = page * layout.dcp
     requests = batch + sum(len(quiz.contexts) for quiz in quizzes)
     rows = kept + requests * (beyond + max(quiz.new_tokens for quiz in quizzes) + 2 * widest)
-    spec = bed.EngineSpec(
+    return bed.EngineSpec(
         tp=layout.dcp,
         dcp=layout.dcp,
         block=layout.block,
@@ -155,12 +163,19 @@ def engine_spec(layout: Layout, quizzes: Sequence[Quiz], backend: str, *, page: 
         max_running=batch,
         max_total_tokens=rows + -rows % widest,
         context=longest + widest,
+        extra={"model_path": str(model)},
         env={sabotage.VARIABLE: layout.fault} if layout.fault else {},
     )
-    return replace(spec, extra={"model_path": str(model)})
 
 
-def ask_cpu(layout: Layout, quizzes: Sequence[Quiz], spec: bed.EngineSpec, folder: Path, timeout_s: float, warm=None):
+def ask_cpu(
+    layout: Layout,
+    quizzes: Sequence[Quiz],
+    spec: bed.EngineSpec,
+    folder: Path,
+    timeout_s: float,
+    warm: WarmServer | None = None,
+) -> list[list[list[int]]]:
     """Token ids of every answer, by quiz, from the CPU test bed."""
     rounds = rounds_of(quizzes)
     if layout.pd:
@@ -281,7 +296,7 @@ def read_answers(
     return [[quiz.read(tokenizer.decode(answer)) for answer in one] for quiz, one in zip(quizzes, tokens, strict=True)]
 
 
-def ask(layout: Layout, quizzes: Sequence[Quiz], arguments, warm: WarmServer | None = None) -> list[list[list[int]]]:
+def ask(layout: Layout, quizzes: Sequence[Quiz], arguments) -> list[list[list[int]]]:
     if layout.dcp is None:
         return ask_reference(quizzes, arguments.model)
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +305,7 @@ def ask(layout: Layout, quizzes: Sequence[Quiz], arguments, warm: WarmServer | N
         spec = engine_spec(
             layout, quizzes, arguments.backend, page=arguments.page, batch=arguments.batch, model=arguments.model
         )
-        return ask_cpu(layout, quizzes, spec, Path(folder), arguments.timeout, warm)
+        return ask_cpu(layout, quizzes, spec, Path(folder), arguments.timeout)
 
 
 def compare(names: list[str], answers: list[list[list[str | None]]], quizzes: Sequence[Quiz]) -> list[dict[str, Any]]:
