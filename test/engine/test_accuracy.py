@@ -24,13 +24,13 @@ from sglang_dcp_block.testing.accuracy_stats import paired, score  # noqa: E402
 from sglang_dcp_block.testing.sabotage import LOST_ROW  # noqa: E402
 
 TOKENIZER = accuracy.Tokenizer.load(accuracy.MODEL)
-# Triton's interpreter takes a millisecond per program, and a generated token costs one per head, layer and rank: few
-# questions, and two contexts that all of them share.
-WORDS = accuracy.word_problems(8, TOKENIZER)
-FEW_WORDS = WORDS.only(0, 1, 4, 5)
-NEEDLES = accuracy.needles(2048, 1, TOKENIZER).only(0, 3, 6, 8, 10)
+# Triton's interpreter takes a millisecond per program, and a token that isn't cached costs dozens of them per layer and
+# rank. So: few questions, on contexts that end just behind a page of four ranks, where the cached part ends.
+WORDS = accuracy.word_problems(56, TOKENIZER).only(*range(48, 56))
+FEW_WORDS = WORDS.only(0, 3, 5, 7)
+NEEDLES = accuracy.needles(2058, 1, TOKENIZER).only(0, 2, 5, 8, 10)
 BOTH = [WORDS, NEEDLES]
-FAR_NEEDLES = accuracy.needles(8192, 1, TOKENIZER).only(0, 2, 4, 6, 9, 10)
+FAR_NEEDLES = accuracy.needles(8202, 1, TOKENIZER).only(0, 2, 5, 8, 10)
 
 #: A layout may lose at most this share of the questions (here: none), and must give the same answer to 99% of them.
 MOST_LOST, LEAST_AGREEMENT = 0.0, 0.99
@@ -107,7 +107,7 @@ def planted_in_lost_rows(quiz: accuracy.Quiz) -> list[bool]:
 def assert_lost(broken: list[str | None], quiz: accuracy.Quiz) -> None:
     planted = planted_in_lost_rows(quiz)
     wrong = [answer != expected for answer, expected in zip(broken, quiz.expected, strict=True)]
-    assert sum(planted) >= 2
+    assert any(planted)
     assert all(w for w, p in zip(wrong, planted, strict=True) if p), f"needles in lost rows: {planted}, wrong: {wrong}"
 
 
@@ -124,11 +124,11 @@ def test_one_lost_row_in_64_costs_answers(ask: Ask) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["2x64", "4x64"])
-def test_needles_in_8192(layout: str, ask: Ask) -> None:
+def test_far_needles(layout: str, ask: Ask) -> None:
     """Against what they should answer: an engine without DCP would take as long again."""
     assert right(ask(layout, [FAR_NEEDLES])[0], FAR_NEEDLES) == len(FAR_NEEDLES.expected)
 
 
 @pytest.mark.slow
-def test_one_lost_row_in_64_costs_needles_in_8192(ask: Ask) -> None:
+def test_one_lost_row_in_64_costs_far_needles(ask: Ask) -> None:
     assert_lost(ask(f"2x64!{FAULT}", [FAR_NEEDLES])[0], FAR_NEEDLES)
