@@ -100,11 +100,12 @@ def triton_step(inputs: Inputs, layout: DcpLayout) -> Any:
     backend.split(backend.index(inputs.req_rows, inputs.seq_lens))
     if cell.dcp_size == 1:
         return lambda: [_stock_triton(backend, inputs.q, pool) for pool in inputs.pools]
+    q = inputs.q[..., :LORA].contiguous(), inputs.q[..., LORA:].contiguous()
 
     def body() -> None:
         for pool in inputs.pools:
             backend.token_to_kv_pool.rows = pool
-            backend.attend(inputs.q, inputs.seq_lens)
+            backend.attend(q, inputs.seq_lens)
 
     return body
 

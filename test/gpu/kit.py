@@ -25,6 +25,7 @@ import triton
 
 from sglang_dcp_block.attention import triton_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
+from sglang_dcp_block.attention.mla_decode import mla_decode
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.mem_cache.kv_write import write_mla_kv
@@ -195,6 +196,10 @@ class Pool:
     def __init__(self, rows: torch.Tensor, layout: DcpLayout, rank: int) -> None:
         self.rows, self.layout, self.rank = rows, layout, rank
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
     def get_key_buffer(self, _layer_id: int) -> torch.Tensor:
         return self.rows
 
@@ -283,22 +288,25 @@ class TritonRank:
 
     def attend(
         self,
-        q: torch.Tensor,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         seq_lens: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, H, 576) queries -> out (n, H, 512), lse (n, H), natural log. new: (loc, k, k_rope) to write first."""
+        """(n, H, 576) queries -> out (n, H, 512), lse (n, H), natural log. new: (loc, k, k_rope) to write first.
+
+        q: or its two parts, the first contiguous, as the model has them.
+        """
         batch = SimpleNamespace(seq_lens=seq_lens, out_cache_loc=None if new is None else new[0])
         k, k_rope = (None, None) if new is None else new[1:]
-        q_nope, q_rope = q[..., :LORA], q[..., LORA:]
+        q_nope, q_rope = q if isinstance(q, tuple) else (q[..., :LORA].contiguous(), q[..., LORA:])
         write = lambda backend, layer, _batch, k, k_rope: backend.token_to_kv_pool.set_mla_kv_buffer(  # noqa: E731
             layer, SimpleNamespace(loc=new[0]), k, k_rope
         )
         with as_rank(self.layout, self.rank), mock.patch.object(triton_mla, "_write_kv", write):
             out, lse = triton_mla.forward_decode(
-                None, self, q_nope.contiguous(), k, k, MlaLayer(self.heads), batch, q_rope=q_rope, k_rope=k_rope
+                None, self, q_nope, k, k, MlaLayer(self.heads), batch, q_rope=q_rope, k_rope=k_rope
             )
-        return out.view(q.shape[0], self.heads, LORA), lse
+        return out.view(q_nope.shape), lse
 
 
 def triton_rank(batch: Batch, rank: int, heads: int, context: int | None = None) -> TritonRank:
@@ -315,6 +323,22 @@ def triton_partials(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.
         parts.append(backend.attend(q, batch.seq_lens))
         del backend
     return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def triton_partials_float32(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`triton_partials`, but what the ranks hand to the merge isn't rounded to q's dtype."""
+    n, heads = q.shape[:2]
+    outs = torch.full((batch.layout.dcp_size, n, heads, LORA), math.nan, dtype=torch.float32, device=DEVICE)
+    lses = torch.full((batch.layout.dcp_size, n, heads), math.nan, device=DEVICE)
+    for rank in batch.ranks:
+        backend = triton_rank(batch, rank, heads)
+        backend.index(batch.req_rows, batch.seq_lens)
+        meta = backend.forward_metadata
+        mla_decode(
+            q[..., :LORA], q[..., LORA:], batch.pools[rank], meta.kv_indices, backend.dcp_block_plan, SCALE,
+            meta.attn_logits, meta.attn_lse, outs[rank], lses[rank], run=batch.layout.block_size,
+        )  # fmt: skip
+    return outs, lses
 
 
 def shard_rows(

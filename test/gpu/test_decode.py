@@ -95,6 +95,34 @@ def test_merged_decode_is_as_exact_as_stock_dcp1(cell: Cell, report) -> None:
     assert not outs.isnan().any() and not lses.isnan().any()
 
 
+@pytest.mark.parametrize(
+    "layout", [DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1)] if ON_GPU else [DcpLayout(2, 4)], ids=str
+)
+def test_what_rounding_before_the_merge_costs(layout: DcpLayout, report) -> None:
+    """With float32 partial results the error is that of stock DCP1: the rounding is all that a sharded decode adds."""
+    lens = kit.lengths_around(layout, 131072 if ON_GPU else 60)
+    batch = kit.make_batch(layout, lens, page_size=64 if ON_GPU else 4, seed=layout.dcp_size)
+    q = kit.random_q(len(lens), 16 * layout.dcp_size, seed=3)
+    want, _ = kit.attention_f64(q, batch.kv)
+    stock = kit.difference(kit.stock_decode(kit.single(batch), q, "triton"), want)
+    rounded = kit.difference(kit.merge(*kit.triton_partials(batch, q), base_e=True), want)
+    exact = {
+        how: kit.difference(kit.merge(*kit.triton_partials_float32(batch, q), base_e=True, how=how).to(q.dtype), want)
+        for how in ("a2a", "ag_rs")
+    }
+    report(
+        layout=str(layout),
+        stock_worst=stock.worst,
+        rounded_worst=rounded.worst,
+        rounded_mean=rounded.mean,
+        stock_mean=stock.mean,
+        **{f"{how}_worst": e.worst for how, e in exact.items()},
+        **{f"{how}_mean": e.mean for how, e in exact.items()},
+    )
+    for error in exact.values():
+        assert error.worst <= 1.05 * stock.worst and error.mean <= 1.02 * stock.mean
+
+
 @every_cell
 def test_a_reader_with_another_layout_is_noticed(cell: Cell) -> None:
     """The control: rows written by one rule and read by another must not pass the check above.

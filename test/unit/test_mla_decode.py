@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
 
-from sglang_dcp_block.attention import mla_decode as module
-from sglang_dcp_block.attention.mla_decode import mla_decode
+from sglang_dcp_block.attention.mla_decode import PIECE_ROWS, mla_decode, plan_pieces
 
 DIM, ROPE = 64, 16
 SCALE = 0.11
 
 
 class Inputs:
-    def __init__(self, lens: list[int], heads: int, splits: int = 6, seed: int = 0) -> None:
+    def __init__(self, lens: list[int], heads: int, workers: int = 4, splits: int = 6, seed: int = 0) -> None:
         gen = torch.Generator().manual_seed(seed)
         self.lens, n = lens, len(lens)
+        self.workers, self.slots = workers, n * splits
         self.kv = torch.randn(400, 1, DIM + ROPE, generator=gen)
         self.rows = torch.randperm(399, generator=gen)[: sum(lens)] + 1
         self.kv[0] = math.nan  # what an index outside the runs would read
@@ -30,7 +32,8 @@ class Inputs:
 
     def run(self) -> None:
         mla_decode(
-            self.q[..., :DIM], self.q[..., DIM:], self.kv, self.indptr, self.rows, SCALE,
+            self.q[..., :DIM], self.q[..., DIM:], self.kv, self.rows,
+            plan_pieces(self.indptr, self.workers, self.slots), SCALE,
             self.partial_out, self.partial_lse, self.out, self.lse,
         )  # fmt: skip
 
@@ -44,7 +47,7 @@ class Inputs:
         return torch.stack(outs), torch.stack(lses)
 
 
-@pytest.mark.parametrize("heads", [4, 16, 24, 40])
+@pytest.mark.parametrize("heads", [4, 24, 40])
 @pytest.mark.parametrize(
     "lens",
     [[1], [150], [0], [31, 32, 33], [0, 1, 64, 0, 65], [200, 1, 1, 1], [5, 0, 90]],
@@ -66,14 +69,25 @@ def test_a_row_read_from_elsewhere_is_noticed() -> None:
     assert (inputs.out.double() - out).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("processors", [1, 4, 132])
-def test_any_number_of_pieces_gives_the_same(processors: int, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: processors)
-    inputs = Inputs([230, 3, 0, 100], 16, splits=300)
+@pytest.mark.parametrize("workers", [1, 3, 132])
+@pytest.mark.parametrize("splits", [1, 300])
+def test_any_number_of_pieces_gives_the_same(workers: int, splits: int) -> None:
+    inputs = Inputs([230, 3, 0, 100], 16, workers=workers, splits=splits)
     inputs.run()
     out, lse = inputs.expected()
     torch.testing.assert_close(inputs.out.double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(inputs.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_piece_left_out_is_noticed() -> None:
+    inputs = Inputs([230, 100], 16, workers=8)
+    out, _ = inputs.expected()
+    plan = plan_pieces(inputs.indptr, inputs.workers, inputs.slots)
+    assert plan.joins[0, 1] > 1
+    plan.count[0] -= 1
+    with mock.patch(f"{__name__}.plan_pieces", return_value=plan):
+        inputs.run()
+    assert not (inputs.out.double() - out).abs().max() < 1e-3
 
 
 def test_scratch_too_small_is_refused() -> None:
@@ -81,3 +95,57 @@ def test_scratch_too_small_is_refused() -> None:
     inputs.partial_out = inputs.partial_out[:, :1]
     with pytest.raises(ValueError, match="partial_out must be contiguous with at least"):
         inputs.run()
+
+
+def test_another_batchs_plan_is_refused() -> None:
+    inputs = Inputs([40, 70], 16)
+    inputs.indptr = inputs.indptr[:2]
+    with pytest.raises(ValueError, match="the plan is for 1 requests, but out has 2"):
+        inputs.run()
+
+
+def pieces(lens: list[int], workers: int, slots: int = 1 << 20) -> list[tuple[int, int, int, int]]:
+    """(request, low, high, slot) of every piece of a plan, checked to cover each row once."""
+    starts = [0, *itertools.accumulate(lens)]
+    plan = plan_pieces(torch.tensor(starts, dtype=torch.int32), workers, slots)
+    found = [tuple(piece) for piece in plan.work[: int(plan.count)].tolist()]
+    assert [row for _, low, high, _ in found for row in range(low, high)] == list(range(sum(lens)))
+    used = []
+    for i, (start, length) in enumerate(zip(starts, lens, strict=False)):
+        mine = [piece for piece in found if piece[0] == i]
+        slot, count = plan.joins[i].tolist()
+        assert count == len(mine) and (count == 0) == (length == 0)
+        assert all((low - start) % PIECE_ROWS == 0 for _, low, _, _ in mine)
+        assert [p[3] for p in mine] == ([-1] if count == 1 else list(range(slot, slot + count)))
+        used += [p[3] for p in mine if p[3] >= 0]
+    assert len(used) == len(set(used)) and all(slot < plan.slots for slot in used)
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 5, 66, 132])
+@pytest.mark.parametrize(
+    "lens", [[0], [1], [0, 700, 1, 64, 65, 0, 3000], [4000] * 8, [5000, 3] * 20, list(range(150))], ids=len
+)
+def test_pieces_cover_every_row_once(lens: list[int], workers: int) -> None:
+    for slots in (1, 7, 1 << 20):
+        pieces(lens, workers, slots)
+
+
+@pytest.mark.parametrize(
+    "requests, rows, workers, most",
+    [
+        (8, 32768, 132, 33),
+        (8, 16384, 66, 33),
+        (1, 131072, 132, 17),
+        (64, 8192, 132, 65),
+        (64, 4096, 66, 65),
+        (48, 4096, 66, 54),
+    ],
+)
+def test_the_last_program_is_done_early(requests: int, rows: int, workers: int, most: int) -> None:
+    """Tiles that the busiest program has, its pieces taken in turns, and one for each piece."""
+    busy = [0] * workers
+    for i, (_, low, high, _) in enumerate(pieces([rows] * requests, workers)):
+        busy[i % workers] += -(-(high - low) // PIECE_ROWS) + 1
+    ideal = requests * rows // PIECE_ROWS / workers
+    assert max(busy) <= most and max(busy) <= 1.2 * ideal + 1

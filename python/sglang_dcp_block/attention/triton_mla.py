@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_dcp_block.attention.mla_decode import mla_decode
+from sglang_dcp_block.attention.mla_decode import mla_decode, plan_pieces, plan_size, worker_count
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.runtime import active_layout, active_rank
 
@@ -51,7 +51,26 @@ def shard_kv_indices(
     kernels.shard_rows_from_table(
         backend.req_to_token, req_pool_indices, local_lens, kv_indptr, kv_indices, layout, rank, starts=kv_start_idx
     )
+    _plan_decode(backend, kv_indptr)
     return kv_indptr, kv_indices, local_lens
+
+
+def _plan_decode(backend: Any, kv_indptr: torch.Tensor) -> None:
+    """Cut this step's rows into the pieces that the layers of :func:`forward_decode` share.
+
+    SGLang builds indices before every eager step, capture and replay, so a graph that holds the plan's address finds
+    the plan of its step there.
+    """
+    n = kv_indptr.numel() - 1
+    backend.dcp_block_plan = None
+    if n == 0 or not backend.use_mla:
+        return
+    workers = worker_count(kv_indptr.device, backend.num_head, backend.token_to_kv_pool.dtype)
+    if not hasattr(backend, "dcp_block_plan_buffer"):
+        # One buffer for all batch sizes: CUDA graphs keep its address.
+        size = plan_size(backend.kv_indptr.numel() - 1, workers)
+        backend.dcp_block_plan_buffer = torch.empty(size, dtype=torch.int32, device=kv_indptr.device)
+    backend.dcp_block_plan = plan_pieces(kv_indptr, workers, n * backend.max_kv_splits, backend.dcp_block_plan_buffer)
 
 
 def lse_is_base_e(original: Any, attention_backend: str | None) -> bool:
@@ -103,15 +122,26 @@ def forward_decode(
         q_nope,
         q_rope,
         backend.token_to_kv_pool.get_key_buffer(layer.layer_id),
-        meta.kv_indptr,
         meta.kv_indices,
+        backend.dcp_block_plan,
         layer.scaling,
         meta.attn_logits,
         meta.attn_lse,
         out,
         lse,
+        run=active_layout().block_size,
     )
     return out.view(-1, heads * layer.v_head_dim), lse
+
+
+def _prefix_index(gathered: Any, prefix_lens: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each request's prefix lies in the gathered rows: made by a batch's first layer, read by the others."""
+    if not hasattr(gathered, "dcp_block_prefix_index"):
+        kv_indptr = torch.zeros_like(like)
+        torch.cumsum(prefix_lens, dim=0, out=kv_indptr[1:])
+        kv_indices = torch.arange(gathered.dcp_extend_prefix_lens_sum, dtype=torch.int64, device=like.device)
+        gathered.dcp_block_prefix_index = kv_indptr, kv_indices
+    return gathered.dcp_block_prefix_index
 
 
 def forward_extend(
@@ -137,12 +167,9 @@ def forward_extend(
         v = k
         k = torch.cat([k, k_rope.view(k.shape[0], 1, -1)], dim=-1)
         gathered = forward_batch.attn_dcp_metadata
-        prefix_tokens = gathered.dcp_extend_prefix_lens_sum
-        k_buffer = gathered.dcp_kv_buffer[:prefix_tokens]
+        k_buffer = gathered.dcp_kv_buffer[: gathered.dcp_extend_prefix_lens_sum]
         v_buffer = k_buffer[..., : layer.v_head_dim]
-        kv_indptr = torch.zeros_like(meta.kv_indptr)
-        torch.cumsum(forward_batch.extend_prefix_lens, dim=0, out=kv_indptr[1:])
-        kv_indices = torch.arange(prefix_tokens, dtype=torch.int64, device=q.device)
+        kv_indptr, kv_indices = _prefix_index(gathered, forward_batch.extend_prefix_lens, meta.kv_indptr)
     else:
         if save_kv_cache:
             raise NotImplementedError("MHA extend of an MLA layer under DCP writes its KV before attention, not in it")
