@@ -84,7 +84,7 @@ def test_a_piece_left_out_is_noticed() -> None:
     out, _ = inputs.expected()
     plan = plan_pieces(inputs.indptr, inputs.workers, inputs.slots)
     assert plan.joins[0, 1] > 1
-    plan.count[0] -= 1
+    plan.total[0] -= 1
     with mock.patch(f"{__name__}.plan_pieces", return_value=plan):
         inputs.run()
     assert not (inputs.out.double() - out).abs().max() < 1e-3
@@ -108,7 +108,7 @@ def pieces(lens: list[int], workers: int, slots: int = 1 << 20) -> list[tuple[in
     """(request, low, high, slot) of every piece of a plan, checked to cover each row once."""
     starts = [0, *itertools.accumulate(lens)]
     plan = plan_pieces(torch.tensor(starts, dtype=torch.int32), workers, slots)
-    found = [tuple(piece) for piece in plan.work[: int(plan.count)].tolist()]
+    found = [tuple(piece) for piece in plan.work[: int(plan.total)].tolist()]
     assert [row for _, low, high, _ in found for row in range(low, high)] == list(range(sum(lens)))
     used = []
     for i, (start, length) in enumerate(zip(starts, lens, strict=False)):

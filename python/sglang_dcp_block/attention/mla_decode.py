@@ -254,12 +254,12 @@ def worker_count(device: torch.device, heads: int, kv_dtype: torch.dtype) -> int
 class Plan(NamedTuple):
     """Pieces of one batch, on the device.
 
-    count: (1,) int32, pieces. joins: (n, 2) int32: first slot of the scratch and number of pieces of a request. work:
+    total: (1,) int32, pieces. joins: (n, 2) int32: first slot of the scratch and number of pieces of a request. work:
     (most, 4) int32: request, first and end index into ``kv_indices``, slot (-1: the only piece of its request). slots:
     pieces that the scratch must have room for. workers: programs that share the pieces.
     """
 
-    count: torch.Tensor
+    total: torch.Tensor
     joins: torch.Tensor
     work: torch.Tensor
     slots: int
@@ -344,7 +344,7 @@ def mla_decode(
                 f"{name} must be contiguous with at least {plan.slots * heads * width} elements, "
                 f"got shape {tuple(scratch.shape)}, stride {scratch.stride()}"
             )
-    tensors = (q_nope, q_rope, kv_indices, plan.work, plan.count, partial_out, partial_lse, out, lse)
+    tensors = (q_nope, q_rope, kv_indices, plan.work, plan.total, partial_out, partial_lse, out, lse)
     strides = (
         *q_nope.stride()[:2],
         *q_rope.stride()[:2],
