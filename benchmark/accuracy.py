@@ -182,7 +182,11 @@ def ask_cpu(
         from sglang_dcp_block.testing.pd import PdCase, run_pd
 
         prefill = replace(spec, tp=1, dcp=1, block=1)
-        result = run_pd(PdCase(prefill, spec, rounds[1::2], audit=False), folder, timeout_s=timeout_s)
+        # All prompts are sent at once, and the last one waits for the prefill of all.
+        patient = dict.fromkeys(
+            ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), str(int(timeout_s))
+        )
+        result = run_pd(PdCase(prefill, spec, rounds[1::2], patient, audit=False), folder, timeout_s=timeout_s)
         answers = result.answers
         for failed in (answer for one in answers for answer in one if isinstance(answer, str)):
             raise RuntimeError(f"layout {layout.text}: a request failed: {failed}")

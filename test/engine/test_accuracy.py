@@ -73,6 +73,11 @@ def assert_as_good(answers: list[list[str | None]], baseline: list[list[str | No
         assert pair.agreement >= LEAST_AGREEMENT, f"{quiz.name}: {pair}"
 
 
+def few_words_without_dcp(ask: Ask) -> list[list[str | None]]:
+    answers = ask("1", BOTH)[0]
+    return [[answers[WORDS.prompts.index(prompt)] for prompt in FEW_WORDS.prompts]]
+
+
 def test_without_dcp(ask: Ask) -> None:
     for quiz, answers in zip(BOTH, ask("1", BOTH), strict=True):
         assert right(answers, quiz) >= 0.9 * len(quiz.expected), f"{quiz.name}: the model itself fails"
@@ -80,9 +85,7 @@ def test_without_dcp(ask: Ask) -> None:
 
 @pytest.mark.parametrize("layout", ["2x1", "2x16", "4x1", "4x16"])
 def test_word_problems(layout: str, ask: Ask) -> None:
-    single = ask("1", BOTH)[0]
-    baseline = [single[WORDS.prompts.index(prompt)] for prompt in FEW_WORDS.prompts]
-    assert_as_good(ask(layout, [FEW_WORDS]), [baseline], [FEW_WORDS])
+    assert_as_good(ask(layout, [FEW_WORDS]), few_words_without_dcp(ask), [FEW_WORDS])
 
 
 @pytest.mark.parametrize("layout", ["2x64", "4x64"])
@@ -91,7 +94,7 @@ def test_word_problems_and_needles(layout: str, ask: Ask) -> None:
 
 
 def test_prefill_without_dcp_to_decode_with_blocks(ask: Ask) -> None:
-    assert_as_good(ask("pd2x64", [WORDS]), ask("1", BOTH)[:1], [WORDS])
+    assert_as_good(ask("pd2x64", [FEW_WORDS]), few_words_without_dcp(ask), [FEW_WORDS])
 
 
 def planted_in_lost_rows(quiz: accuracy.Quiz) -> list[bool]:
