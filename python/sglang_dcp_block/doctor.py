@@ -413,10 +413,10 @@ def pair_fault(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -
         layout = info["dcp_layout"]
         sides[role] = wire.KvGeometry(layout["dcp_size"], layout["block_size"], layout["page_size"], dtypes[role])
     fault = wire.refusal(sides["prefill"], sides["decode"])
-    widths = [by_role[role].get("tp_size") for role in ("decode", "prefill")]
-    if fault is None and all(widths) and sides["prefill"].dcp_size > 1:
+    decode_tp, prefill_tp = (by_role[role].get("tp_size") for role in ("decode", "prefill"))
+    if fault is None and decode_tp and prefill_tp and sides["prefill"].dcp_size > 1:
         try:
-            wire.senders_of(0, *widths, sides["prefill"].dcp_size)
+            wire.senders_of(0, decode_tp, prefill_tp, sides["prefill"].dcp_size)
         except wire.WireError as error:
             fault = str(error)
     return f"{name} would be refused: {fault}" if fault else None

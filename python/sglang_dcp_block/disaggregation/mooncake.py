@@ -112,6 +112,7 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
         return original(manager, bootstrap_addr)
     refusal = wire.capability_refusal(response.status_code, answer, bootstrap_addr, mine.block_size)
     if refusal is None:
+        assert theirs is not None  # or there would be a refusal
         try:
             return _take_prefill(original, manager, bootstrap_addr, theirs, mine)
         except (RuntimeError, wire.WireError) as error:  # SGLang's checks end the scheduler if nobody handles them
@@ -322,7 +323,7 @@ def send_kvcache_dcp(
     return 0
 
 
-def _is_sender(manager: Any, peer: PeerDcpSize, mine: wire.KvGeometry) -> bool:
+def _is_sender(manager: Any, peer: Any, mine: wire.KvGeometry) -> bool:
     """Other ranks may hold the same KV; one DCP group sends it to this peer, the others only answer for the request."""
     if mine.dcp_size == 1:  # SGLang tells the ranks that don't send
         return True

@@ -163,7 +163,8 @@ def served_geometry(status: int, answer: object, kv_dtype: str) -> KvGeometry | 
     if status != 200 or not isinstance(answer, dict) or answer.get("frame_version") != FRAME_VERSION:
         return None
     try:
-        geometry = KvGeometry(*(int(answer[size]) for size in ("dcp_size", "block_size", "page_size")), kv_dtype)
+        dcp_size, block_size, page_size = (int(answer[size]) for size in ("dcp_size", "block_size", "page_size"))
+        geometry = KvGeometry(dcp_size, block_size, page_size, kv_dtype)
         _ = geometry.layout.virtual_page_size(geometry.page_size)
     except (KeyError, TypeError, ValueError):
         return None

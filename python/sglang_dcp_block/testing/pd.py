@@ -263,7 +263,7 @@ def _break_plans(folder: Path) -> None:
         fault = FAULTS.get((folder / "fault").read_text())
         return fault(plan, *sides_and_span) if fault else plan(*sides_and_span)
 
-    mooncake.plan_pair = broken
+    mooncake.plan_pair = broken  # type: ignore[assignment]
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------
