@@ -237,12 +237,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "chunk-below-page",
         "prefill chunks smaller than a page",
         lambda launch: (launch.chunked_prefill_size or launch.page_size) < launch.page_size,
-        "--chunked-prefill-size {chunk} is less than a page of {page} tokens, which {flag} {B} and --page-size {given} "
-        "make: use --chunked-prefill-size {page} or more.",
+        "--chunked-prefill-size leaves {chunk} tokens to a scheduler, less than a page of {page}, which {flag} {B} and "
+        "--page-size {given} make: use --chunked-prefill-size {least} or more.",
         lambda launch: {
             "chunk": launch.chunked_prefill_size,
             "page": launch.page_size,
             "given": launch.cfg.page_size,
+            # SGLang has divided the chunk among the DP attention groups by now.
+            "least": launch.page_size * (launch.cfg.attn_dp_size or 1),
             "flag": FLAG,
         },
     ),
@@ -310,10 +312,19 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
     ),
     Refusal(
-        "dp-attention",
-        "DP attention",
-        lambda launch: bool(launch.cfg.enable_dp_attention) or (launch.cfg.attn_dp_size or 1) > 1,
-        f"{FLAG} {{B}} is not tested with DP attention: drop --attn-dp-size, or drop {FLAG}.",
+        "dcp-beyond-dp-attention",
+        "DCP groups that reach over several DP attention groups",
+        lambda launch: launch.cfg.tp_size % (launch.cfg.dcp_size * (launch.cfg.attn_dp_size or 1)) != 0,
+        "--attn-dp-size {dp} cuts --tp-size {tp} into groups that --dcp-size {P} does not divide: "
+        "lower --dcp-size or --attn-dp-size.",
+        lambda launch: {"dp": launch.cfg.attn_dp_size, "tp": launch.cfg.tp_size},
+    ),
+    Refusal(
+        "dp-attention-backend",
+        "DP attention with another backend than flashinfer",
+        lambda launch: (launch.cfg.attn_dp_size or 1) > 1 and launch.backends != {"flashinfer"},
+        f"{FLAG} {{B}} is not tested with DP attention on {{backends}}: use --attention-backend flashinfer.",
+        lambda launch: {"backends": ", ".join(sorted(map(str, launch.backends)))},
     ),
     Refusal(
         "data-parallel",

@@ -132,6 +132,11 @@ PREFIXES = [
     Round([prompt(331), prompt(210, seed=2), prompt(33)], 2, "fill"),
     Round([prompt(331)[:280] + [7] * 40, prompt(210, seed=2) + [9] * 5, [*prompt(33), 3, 4]], 6, "extend"),
 ]
+GROUPS = [
+    Round([prompt(210), prompt(331), prompt(1), prompt(37)], 6, "fill"),
+    Round([prompt(210) + [9] * 5, prompt(331)[:280] + [7] * 40], 6, "extend"),
+    Round([prompt(100)], 6, "one group idle"),
+]
 # Long enough for whole virtual pages of 8 ranks with blocks of 64 (512 tokens); short ones leave ranks empty.
 LONG_PREFIX = [
     Round([prompt(1100), prompt(33), prompt(1)], 4, "fill"),
@@ -223,6 +228,13 @@ SCENARIOS = [
         lambda r: r.server["page_size"] == 1024 and [a.cached for a in r.answers[1]] == [2048, 0],
         reference=EngineSpec(backend="flashinfer", max_total_tokens=8192, context=8192),
         slow=True,
+    ),
+    # Requests go to two groups of two ranks in turn; in the last round one group idles.
+    Scenario(
+        "dp-attention",
+        dcp(2, 16, "flashinfer", tp=4, extra={"attn_dp_size": 2}, cold=True),
+        GROUPS,
+        lambda r: [a.cached > 0 for a in r.answers[1]] == [True, True],
     ),
     Scenario("tp-beyond-dcp", dcp(2, 16, "triton", tp=4), PREFIXES, _cached),
     Scenario("dcp8-flashinfer", dcp(8, 64, "flashinfer", heads=8), LONG_PREFIX, _cached, slow=True),

@@ -103,7 +103,8 @@ ASKED: dict[str, tuple[dict, str]] = {
     "mixed-attention-backends": (dict(decode_attention_backend="flashinfer"), "flashinfer, triton"),
     "comm-backend": (dict(dcp_comm_backend="fi_a2a"), "fi_a2a"),
     "kv-cache-dtype": (dict(kv_cache_dtype="fp8_e4m3"), "fp8_e4m3"),
-    "dp-attention": (dict(attn_dp_size=2), "--attn-dp-size"),
+    "dp-attention-backend": (dict(dcp_size=4, attn_dp_size=2), "DP attention on triton"),
+    "dcp-beyond-dp-attention": (dict(attn_dp_size=2), "lower --dcp-size or --attn-dp-size"),
     "data-parallel": (dict(dp_size=2), "--dp-size 2"),
     "pipeline-parallel": (dict(pp_size=2), "--pp-size 2"),
     "pd-transfer-backend": (dict(disaggregation_mode="decode", disaggregation_transfer_backend="nixl"), "nixl"),
@@ -192,6 +193,7 @@ def test_every_refusal_has_a_case():
 def test_a_supported_launch_is_not_refused(on_cuda):
     assert server_args.refusals_for(launch()) == []
     assert server_args.refusals_for(launch(attention_backend="flashinfer", dcp_comm_backend="ag_rs")) == []
+    assert server_args.refusals_for(launch(attention_backend="flashinfer", attn_dp_size=2, dcp_size=4)) == []
 
 
 @pytest.mark.parametrize("id", ASKED)
@@ -251,6 +253,10 @@ def test_refusals_in_sglangs_own_resolution(tmp_path):
         "divisor of 4": [*base, "--dcp-size", "3"],
         "use --attention-backend flashinfer": [*base, "--attention-backend", "torch_native"],
         "drop --enable-mixed-chunk": [*base, "--enable-mixed-chunk"],
+        "use --chunked-prefill-size 384 or more": [
+            *(*base, *chunk, "256", "--attn-dp-size", "2", "--page-size", "48"),
+        ],
+        "--attn-dp-size 2 cuts --tp-size 4": [*base, "--attn-dp-size", "2", "--dcp-size", "4"],
         "use --pp-size 1": [*base, "--pp-size", "2"],
         "drop --enable-lora": [*base, "--enable-lora", "--lora-paths", "a=b"],
     }

@@ -146,6 +146,13 @@ SHIMS: tuple[Shim, ...] = (
         'the module says device="cuda" and pin_memory=True literally',
     ),
     Shim(
+        "model",
+        "sglang.srt.model_executor.forward_batch_info",
+        "torch",
+        _cpu_factories,
+        "DP attention pins the ranks' token counts wherever the platform isn't SGLang's own CPU",
+    ),
+    Shim(
         "disaggregation",
         _MOONCAKE,
         "MooncakeKVSender.supports_host_tensor_indices",

@@ -44,6 +44,12 @@ def attention(
     return out.flatten(1, 2), torch.logsumexp(scores, dim=-1).flatten(0, 1).transpose(0, 1) / math.log(2)
 
 
+def _check(name: str, tensor: torch.Tensor, planned: int, shape: tuple[int, ...]) -> None:
+    """DP attention pads a batch beyond its plan: more rows are as good, FlashInfer never reads them."""
+    if tensor.shape[0] < planned or tuple(tensor.shape[1:]) != shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, planned {(planned, *shape)}")
+
+
 def _offsets(name: str, indptr: torch.Tensor) -> list[int]:
     values = indptr.tolist()
     if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
@@ -98,14 +104,14 @@ class BatchMLAPagedAttentionWrapper:
         """q: (tokens, heads, ckv or kpe). caches: (rows, 1, ckv or kpe). Returns (tokens, heads, ckv), base-2 LSE."""
         tokens = self._qo[-1]
         for name, tensor, dim in (("q_nope", q_nope, self._dims[0]), ("q_pe", q_pe, self._dims[1])):
-            if tuple(tensor.shape) != (tokens, self._heads, dim):
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, planned {(tokens, self._heads, dim)}")
+            _check(name, tensor, tokens, (self._heads, dim))
         indices = self._indices.long()
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < ckv_cache.shape[0]):
             span = f"[{int(indices.min())}, {int(indices.max())}]"
             raise IndexError(f"kv_indices {span} leave the pool of {ckv_cache.shape[0]} rows")
         result = torch.empty_like(q_nope) if out is None else out
-        lse = torch.empty(q_nope.shape[:2], dtype=torch.float32)
+        lse = torch.full(q_nope.shape[:2], math.nan)
+        result[tokens:] = math.nan
         for i in range(len(self._qo) - 1):
             rows = slice(self._qo[i], self._qo[i + 1])
             picked = indices[self._kv[i] : self._kv[i + 1]]
@@ -157,11 +163,10 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             ("k", k, self._kv[-1], self._k_shape),
             ("v", v, self._kv[-1], self._v_shape),
         ):
-            if tuple(tensor.shape) != (count, *shape):
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, planned {(count, *shape)}")
+            _check(name, tensor, count, shape)
         scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        out = q.new_full((q.shape[0], q.shape[1], v.shape[-1]), math.nan)
+        lse = torch.full(q.shape[:2], math.nan)
         for i in range(len(self._qo) - 1):
             rows, keys = slice(self._qo[i], self._qo[i + 1]), slice(self._kv[i], self._kv[i + 1])
             partial, lse[rows] = attention(q[rows], k[keys], v[keys], scale, causal)

@@ -53,7 +53,9 @@ def main(case_file: str, result_file: str) -> None:
             marks.append(time.monotonic())
             print(f"ROUND {number} {one.name} done in {marks[-1] - marks[-2]:.1f} s", flush=True)
             if os.environ.get(AUDIT_VARIABLE):
-                engine.collective_rpc("dcp_block_audit", name=f"{number:02d}")
+                # Under DP attention every group has an RPC socket, and they take turns.
+                for _ in range(case.spec.extra.get("attn_dp_size", 1)):
+                    engine.collective_rpc("dcp_block_audit", name=f"{number:02d}")
         info = engine.get_server_info()
         server = {key: info.get(key) for key in SERVER_INFO}
         server["max_total_num_tokens"] = engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
