@@ -53,9 +53,7 @@ def main(case_file: str, result_file: str) -> None:
             marks.append(time.monotonic())
             print(f"ROUND {number} {one.name} done in {marks[-1] - marks[-2]:.1f} s", flush=True)
             if os.environ.get(AUDIT_VARIABLE):
-                # Under DP attention every group has an RPC socket, and they take turns.
-                for _ in range(case.spec.extra.get("attn_dp_size", 1)):
-                    engine.collective_rpc("dcp_block_audit", name=f"{number:02d}")
+                _audit(engine, f"{number:02d}", case.spec.extra.get("attn_dp_size", 1))
         info = engine.get_server_info()
         server = {key: info.get(key) for key in SERVER_INFO}
         server["max_total_num_tokens"] = engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
@@ -65,6 +63,21 @@ def main(case_file: str, result_file: str) -> None:
     scratch = Path(f"{result_file}.part")
     scratch.write_text(json.dumps({"answers": answers, "seconds": seconds, "server": server}))
     scratch.rename(result_file)
+
+
+def _audit(engine: Any, name: str, groups: int) -> None:
+    """``engine.collective_rpc("dcp_block_audit", name=name)``, under DP attention as well.
+
+    The leader of each attention group holds an end of the RPC socket, so messages go to them in turn. All ranks obey
+    the one that reaches the first group, the others are lost, and every leader replies.
+    """
+    from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+    for _ in range(groups):
+        sock_send(engine.send_to_rpc, RpcReqInput(method="dcp_block_audit", parameters={"name": name}))
+    for _ in range(groups):
+        reply = sock_recv(engine.send_to_rpc)
+        assert reply.success, reply.message
 
 
 def _answer(reply: dict[str, Any]) -> Answer:
