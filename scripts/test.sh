@@ -13,6 +13,7 @@ part() { printf '\n=== %s (%s)\n' "$1" "$(date +%H:%M:%S)"; }
 part "lint"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
+"$python" -m mypy
 # Engines run in the pytest process's children on two cores, so the parts run one after another.
 part "unit tests"
 "$python" -m pytest -q test/unit --durations=5
