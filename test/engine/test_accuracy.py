@@ -28,6 +28,7 @@ TOKENIZER = accuracy.Tokenizer.load(accuracy.MODEL)
 # rank. So: few questions, on contexts that end just behind a page of four ranks, where the cached part ends.
 WORDS = accuracy.word_problems(56, TOKENIZER).only(*range(48, 56))
 FEW_WORDS = WORDS.only(0, 3, 5, 7)
+TWO_WORDS = WORDS.only(0, 5)
 NEEDLES = accuracy.needles(2058, 1, TOKENIZER).only(0, 2, 5, 8, 10)
 BOTH = [WORDS, NEEDLES]
 FAR_NEEDLES = accuracy.needles(8202, 1, TOKENIZER).only(0, 2, 5, 8, 10)
@@ -73,9 +74,10 @@ def assert_as_good(answers: list[list[str | None]], baseline: list[list[str | No
         assert pair.agreement >= LEAST_AGREEMENT, f"{quiz.name}: {pair}"
 
 
-def few_words_without_dcp(ask: Ask) -> list[list[str | None]]:
+def without_dcp(ask: Ask, words: accuracy.Quiz) -> list[str | None]:
+    """What the engine without DCP answers to some of the word problems."""
     answers = ask("1", BOTH)[0]
-    return [[answers[WORDS.prompts.index(prompt)] for prompt in FEW_WORDS.prompts]]
+    return [answers[WORDS.prompts.index(prompt)] for prompt in words.prompts]
 
 
 def test_without_dcp(ask: Ask) -> None:
@@ -83,18 +85,23 @@ def test_without_dcp(ask: Ask) -> None:
         assert right(answers, quiz) >= 0.9 * len(quiz.expected), f"{quiz.name}: the model itself fails"
 
 
-@pytest.mark.parametrize("layout", ["2x1", "2x16", "4x1", "4x16"])
-def test_word_problems(layout: str, ask: Ask) -> None:
-    assert_as_good(ask(layout, [FEW_WORDS]), few_words_without_dcp(ask), [FEW_WORDS])
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("2x1", FEW_WORDS), ("2x16", FEW_WORDS), ("4x1", TWO_WORDS), ("4x16", TWO_WORDS)],
+    ids=["2x1", "2x16", "4x1", "4x16"],
+)
+def test_word_problems(layout: str, words: accuracy.Quiz, ask: Ask) -> None:
+    assert_as_good(ask(layout, [words]), [without_dcp(ask, words)], [words])
 
 
-@pytest.mark.parametrize("layout", ["2x64", "4x64"])
-def test_word_problems_and_needles(layout: str, ask: Ask) -> None:
-    assert_as_good(ask(layout, BOTH), ask("1", BOTH), BOTH)
+@pytest.mark.parametrize(("layout", "words"), [("2x64", WORDS), ("4x64", TWO_WORDS)], ids=["2x64", "4x64"])
+def test_word_problems_and_needles(layout: str, words: accuracy.Quiz, ask: Ask) -> None:
+    quizzes = [words, NEEDLES]
+    assert_as_good(ask(layout, quizzes), [without_dcp(ask, words), ask("1", BOTH)[1]], quizzes)
 
 
 def test_prefill_without_dcp_to_decode_with_blocks(ask: Ask) -> None:
-    assert_as_good(ask("pd2x64", [FEW_WORDS]), few_words_without_dcp(ask), [FEW_WORDS])
+    assert_as_good(ask("pd2x64", [FEW_WORDS]), [without_dcp(ask, FEW_WORDS)], [FEW_WORDS])
 
 
 def planted_in_lost_rows(quiz: accuracy.Quiz) -> list[bool]:
