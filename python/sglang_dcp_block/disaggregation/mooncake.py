@@ -178,11 +178,17 @@ def requires_dcp_relayout(original: Callable[..., bool], manager: Any, dst_dcp_s
     peer, mine, theirs = dst_dcp_size, _geometry(manager), _peer_geometry(manager, dst_dcp_size)
     peer.refusal = peer.refusal or _misfit(manager, peer, mine, theirs)
     if peer.refusal is None and _is_verbatim(mine, theirs, peer.tp_size == manager.attn_tp_size):
-        try:
-            return original(manager, dst_dcp_size, dst_dcp_rank)
-        except RuntimeError as error:  # would end the thread that serves all peers
-            peer.refusal = f"{error}: start both servers with the same model and dtype."
+        return _refuse_on_error(peer, False, original, manager, dst_dcp_size, dst_dcp_rank)
     return peer.refusal is None
+
+
+def _refuse_on_error(peer: PeerDcpSize, otherwise: Any, original: Callable[..., Any], *args: Any) -> Any:
+    """SGLang's checks raise, which would end the thread that serves all peers."""
+    try:
+        return original(*args)
+    except RuntimeError as error:
+        peer.refusal = f"{error}: start both servers with the same model and dtype."
+        return otherwise
 
 
 def _misfit(manager: Any, peer: PeerDcpSize, mine: wire.KvGeometry, theirs: wire.KvGeometry) -> str | None:
@@ -215,11 +221,7 @@ def prepare_dcp_token_item_lens(
     # SGLang divides both sides by our page size.
     mine, theirs = _geometry(manager), _peer_geometry(manager, dst_dcp_size)
     scaled = [n and n // theirs.page_size * mine.page_size for n in dst_page_item_lens]
-    try:
-        return original(manager, scaled, dst_dcp_size)
-    except RuntimeError as error:  # would end the thread that serves all peers
-        dst_dcp_size.refusal = f"{error}: start both servers with the same model and dtype."
-        return []
+    return _refuse_on_error(dst_dcp_size, [], original, manager, scaled, dst_dcp_size)
 
 
 def init_dcp_pack_buffers_once(
