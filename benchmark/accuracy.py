@@ -20,13 +20,11 @@ import copy
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -239,9 +237,7 @@ def ask_gpu(layout: Layout, quizzes: Sequence[Quiz], arguments, folder: Path) ->
         except subprocess.TimeoutExpired:
             print(f"layout {layout.text}: no answer within {arguments.timeout} s", file=sys.stderr)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a scheduler must not outlive its engine
-            process.wait()
+            bed.kill_session(process)
     if not answer.exists():
         raise RuntimeError(f"the engine of layout {layout.text} failed; its log ends with:\n{bed.log_tail(log)}")
     return json.loads(answer.read_text())[1::2]

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from gpu_judge import Answer
 from sglang_dcp_block.testing import one_gpu_testbed
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.cpu_testbed import NAME as CPU_BED
-from sglang_dcp_block.testing.engine import free_port
+from sglang_dcp_block.testing.engine import free_port, kill_session
 from sglang_dcp_block.testing.preload import random_prompts
 from sglang_dcp_block.testing.tiny_model import TinyMla, config, write
 
@@ -514,13 +513,6 @@ class Worker:
 
 def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "no log"
-
-
-def kill_session(process: subprocess.Popen) -> None:
-    """The process and everything it started: a scheduler that outlives its engine keeps its memory."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_jobs(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dcp_block.testing.engine import EngineSpec, free_port, log_tail
+from sglang_dcp_block.testing.engine import EngineSpec, free_port, kill_session, log_tail
 
 SPEC = EngineSpec(tp=2, dcp=2, block=64, page=64, backend="flashinfer", comm="a2a")
 
@@ -55,8 +53,7 @@ def server(tmp_path_factory):
                 time.sleep(1)
         yield url, log
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_session(process)
 
 
 def test_a_request_is_answered(server):

@@ -161,6 +161,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def kill_session(process: WarmProcess | subprocess.Popen) -> None:
+    """The process and everything it started: a scheduler that outlives its engine keeps its core and its memory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def log_tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -193,10 +200,7 @@ def run(
     except subprocess.TimeoutExpired:
         status = f"no answer within {timeout_s:.0f} s"
     finally:
-        # The whole session: a scheduler that outlives its engine would keep its core busy.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_session(process)
     if status != 0 or not answer.exists():
         raise EngineFailed(f"engine {case.spec} failed ({status}); {log} ends with:\n{log_tail(log)}")
     loaded = json.loads(answer.read_text())

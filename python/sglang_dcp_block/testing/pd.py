@@ -11,12 +11,10 @@ round are in flight at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -35,6 +33,7 @@ from sglang_dcp_block.testing.engine import (
     EngineSpec,
     Round,
     free_port,
+    kill_session,
     log_tail,
     run,
 )
@@ -141,9 +140,7 @@ def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
         _wait(processes, logs, time.monotonic() + timeout_s)
     finally:
         for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            kill_session(process)
     prefill, decode = (json.loads((workdir / f"{role}.json").read_text()) for role in ROLES)
     return PdResult(
         answers=[[a if isinstance(a, str) else Answer(**a) for a in answers] for answers in decode["answers"]],
