@@ -223,7 +223,8 @@ def pack_costs(file: Path = RESULTS / "h200x2_pd.json") -> tuple[float, float]:
 def links() -> dict[str, Link]:
     """TCP as measured between two H200; 400 Gb/s RDMA with assumed costs of a work request, once without planning."""
     per_segment, per_byte = fit(p for p in h200_points() if p.label in H200_FITTED)
-    common = {"pack_start": pack_costs()[0], "pack_per_byte": pack_costs()[1], "plan_per_segment": planning_costs()}
+    pack_start, pack_per_byte = pack_costs()
+    common = {"pack_start": pack_start, "pack_per_byte": pack_per_byte, "plan_per_segment": planning_costs()}
     found = [Link("tcp", per_segment, per_byte, False, source="fitted to h200x2_pd.json", **common)]
     source = "400 Gb/s ConnectX-7; the cost of a work request is assumed"
     for micros in (0.1, 1.0, 3.0):

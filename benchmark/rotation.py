@@ -14,7 +14,6 @@ steps the rows of the running requests are counted on each rank under four rules
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from output import progress_bar, write_results
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -236,8 +235,7 @@ def main(
     pages = (((16, 64), 64), ((256,), 256))
     cells = [(p, *blocks, loads(p)[k]) for k in range(kinds) for p in sizes for blocks in pages]
     lines: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("allocators", total=len(cells))
         for p, blocks, page, load in cells:
             progress.update(task, description=f"{load.name}, P = {p}, page {page}")
@@ -245,11 +243,8 @@ def main(
             progress.advance(task)
     for name in dict.fromkeys(x["load"] for x in lines):
         console.print(table(lines, name))
-    if json_path:
-        found = {"seed": seed, "loads": [asdict(load) for load in loads(max(sizes))[:kinds]], "lines": lines}
-        json_path.write_text(json.dumps(found, indent=1) + "\n")
-    if txt:
-        txt.write_text(console.export_text())
+    found = {"seed": seed, "loads": [asdict(load) for load in loads(max(sizes))[:kinds]], "lines": lines}
+    write_results(found, console, json_path, txt)
     if png:
         plot(lines, png)
 

@@ -13,7 +13,6 @@ for TCP, assumed for RDMA. docs/scale.md says what is modelled, what is assumed,
 from __future__ import annotations
 
 import heapq
-import json
 import sys
 from collections import deque
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +22,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 from link_costs import LAYERS, ROW_BYTES, WAYS, Link, Share, Way, links, shares, validate
+from output import progress_bar, write_results
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -304,8 +303,7 @@ def main(
     planned = scenarios(quick)
     if requests is not None:
         planned = [(cluster, replace(load, at_least=requests, per_node=0), name) for cluster, load, name in planned]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("runs", total=len(planned) * len(WAYS))
         for cluster, load, name in planned:
             drawn = draw(cluster, load, seed)
@@ -330,14 +328,11 @@ def main(
             shown = ratio if isinstance(ratio, float) else ratio["median"]
             spread = "" if isinstance(ratio, float) else f" (median; {ratio['low']:.2f} to {ratio['high']:.2f})"
             console.print(f"  {group}: {shown:.2f}{spread}")
-    if json_path:
-        about = {
-            "seed": seed, "cluster": asdict(Cluster()), "links": {k: asdict(x) for k, x in found.items()},
-            "loads": [asdict(load) for _, load, _ in planned], "validation": checked, "million": one, "runs": lines,
-        }  # fmt: skip
-        json_path.write_text(json.dumps(about, indent=1) + "\n")
-    if txt:
-        txt.write_text(console.export_text())
+    about = {
+        "seed": seed, "cluster": asdict(Cluster()), "links": {k: asdict(x) for k, x in found.items()},
+        "loads": [asdict(load) for _, load, _ in planned], "validation": checked, "million": one, "runs": lines,
+    }  # fmt: skip
+    write_results(about, console, json_path, txt)
     if png:
         plot(lines, png)
 

@@ -38,8 +38,8 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+from output import progress_bar
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -544,8 +544,7 @@ def main(
             f"all 64 pairs of ranks from DCP 8, B = 16 to DCP 8, B = 64: {plans['ours_block_16_to_64'] * 1e3:.1f} ms"
         )
         rows: list[Row] = []
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
+        with progress_bar(console) as progress:
             task = progress.add_task("cells", total=len(cells))
             for cell in cells:
                 progress.update(task, description=f"{cell.tokens} tokens, P={cell.dcp_size}, {cell.layers} layers")
