@@ -27,8 +27,8 @@ from sglang_dcp_block.attention import mla_decode_hopper
 _LOG2E = 1.4426950408889634
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-#: Pieces begin at multiples of this many rows of their request.
-PIECE_ROWS = 64
+#: Pieces begin at multiples of this many rows of their request: at tiles of the Hopper kernel.
+PIECE_ROWS = mla_decode_hopper.ROWS
 #: Rounds of pieces per program that a plan may have.
 _ROUNDS: tl.constexpr = tl.constexpr(4)
 #: What a piece costs beside its rows, in tiles of PIECE_ROWS rows: queries are loaded, results stored.
