@@ -320,13 +320,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"dp": launch.cfg.attn_dp_size, "tp": launch.cfg.tp_size},
     ),
     Refusal(
-        "dp-attention-backend",
-        "DP attention with another backend than flashinfer",
-        lambda launch: (launch.cfg.attn_dp_size or 1) > 1 and launch.backends != {"flashinfer"},
-        f"{FLAG} {{B}} is not tested with DP attention on {{backends}}: use --attention-backend flashinfer.",
-        lambda launch: {"backends": ", ".join(sorted(map(str, launch.backends)))},
-    ),
-    Refusal(
         "data-parallel",
         "data-parallel replicas (--dp-size)",
         lambda launch: (launch.cfg.dp_size or 1) > 1,

@@ -236,6 +236,13 @@ SCENARIOS = [
         GROUPS,
         lambda r: [a.cached > 0 for a in r.answers[1]] == [True, True],
     ),
+    Scenario(
+        "dp-attention-triton",
+        dcp(2, 16, "triton", tp=4, extra=FEW_SPLITS | {"attn_dp_size": 2}, cold=True),
+        GROUPS,
+        lambda r: [a.cached > 0 for a in r.answers[1]] == [True, True],
+        slow=True,
+    ),
     Scenario("tp-beyond-dcp", dcp(2, 16, "triton", tp=4), PREFIXES, _cached),
     Scenario("dcp8-flashinfer", dcp(8, 64, "flashinfer", heads=8), LONG_PREFIX, _cached, slow=True),
     Scenario("dcp8-triton", dcp(8, 64, "triton", heads=8), LONG_PREFIX, _cached, slow=True),

@@ -103,7 +103,6 @@ ASKED: dict[str, tuple[dict, str]] = {
     "mixed-attention-backends": (dict(decode_attention_backend="flashinfer"), "flashinfer, triton"),
     "comm-backend": (dict(dcp_comm_backend="fi_a2a"), "fi_a2a"),
     "kv-cache-dtype": (dict(kv_cache_dtype="fp8_e4m3"), "fp8_e4m3"),
-    "dp-attention-backend": (dict(dcp_size=4, attn_dp_size=2), "DP attention on triton"),
     "dcp-beyond-dp-attention": (dict(attn_dp_size=2), "lower --dcp-size or --attn-dp-size"),
     "data-parallel": (dict(dp_size=2), "--dp-size 2"),
     "pipeline-parallel": (dict(pp_size=2), "--pp-size 2"),
@@ -193,7 +192,8 @@ def test_every_refusal_has_a_case():
 def test_a_supported_launch_is_not_refused(on_cuda):
     assert server_args.refusals_for(launch()) == []
     assert server_args.refusals_for(launch(attention_backend="flashinfer", dcp_comm_backend="ag_rs")) == []
-    assert server_args.refusals_for(launch(attention_backend="flashinfer", attn_dp_size=2, dcp_size=4)) == []
+    for backend in server_args.TESTED_BACKENDS:
+        assert server_args.refusals_for(launch(attention_backend=backend, attn_dp_size=2, dcp_size=4)) == []
 
 
 @pytest.mark.parametrize("id", ASKED)
