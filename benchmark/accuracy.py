@@ -3,11 +3,11 @@
     python benchmark/accuracy.py                                             # CPU test bed: 1, 2x1, 2x16, 2x64
     python benchmark/accuracy.py reference 1 2x64 4x64 pd2x64 --questions 128 --json out.json
     python benchmark/accuracy.py 1 2x64 --device cuda --dtype bfloat16       # the same on GPUs
-    python benchmark/accuracy.py 1 2x64 --device cuda --one-gpu              # two ranks share a GPU
+    python benchmark/accuracy.py 1 2x64 --device cuda --one-gpu --at-once 2  # all ranks share a GPU
 
 A layout is `P` (DCP size P, without this plugin), `PxB` (block B), `pdPxB` (a prefill engine without DCP sends its KV
 to a decode engine PxB; CPU only) or `reference` (transformers in float32, no engine). `PxB!FAULT` breaks the layout on
-purpose (sglang_dcp_block.testing.sabotage; CPU only). The others are compared with the first.
+purpose (sglang_dcp_block.testing.sabotage). The others are compared with the first.
 
 Word problems have 5 to 8 worked examples before them; needles are codes planted at eleven depths. An engine reads each
 context first and then all questions about it, so every answer is read from rows that are in the pool.
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +40,7 @@ from tiny_math.tokenizer import BOS, EOS, Tokenizer  # noqa: E402
 from sglang_dcp_block.testing import engine as bed  # noqa: E402
 from sglang_dcp_block.testing import one_gpu_testbed, sabotage  # noqa: E402
 from sglang_dcp_block.testing.accuracy_stats import paired, score  # noqa: E402
+from sglang_dcp_block.testing.cpu_testbed import SABOTAGE_VARIABLE  # noqa: E402
 
 if TYPE_CHECKING:
     from sglang_dcp_block.testing.warm import WarmServer
@@ -162,7 +164,7 @@ def engine_spec(
         max_total_tokens=rows + -rows % widest,
         context=longest + widest,
         extra={"model_path": str(model)},
-        env={sabotage.VARIABLE: layout.fault} if layout.fault else {},
+        env={SABOTAGE_VARIABLE: layout.fault} if layout.fault else {},
     )
 
 
@@ -211,17 +213,23 @@ def ask_gpu(layout: Layout, quizzes: Sequence[Quiz], arguments, folder: Path) ->
         "max_total_tokens": spec.max_total_tokens,
         "max_running_requests": arguments.batch,
         "chunked_prefill_size": spec.chunked,
-        "mem_fraction_static": 0.1,
+        "mem_fraction_static": 0.8,
         "random_seed": 1,
+        # FlashInfer's may use NVLink multicast, which a shared host forbids.
+        "disable_custom_all_reduce": True,
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+        "disable_prefill_cuda_graph": True,
     }
     if layout.dcp > 1:
         keywords["dcp_size"] = layout.dcp
     if layout.block is not None:
         keywords["dcp_block_size"] = layout.block
-    environment = dict(os.environ)
+    environment = os.environ | spec.env | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}  # engines start side by side
     if arguments.one_gpu:
         keywords |= one_gpu_testbed.ENGINE_ARGUMENTS
         environment |= one_gpu_testbed.ENVIRONMENT
+    else:
+        keywords["cuda_graph_max_bs_decode"] = arguments.batch
     task, answer, log = folder / "task.json", folder / "answer.json", folder / "log.txt"
     task.write_text(json.dumps({"engine": keywords, "rounds": [asdict(r) for r in rounds_of(quizzes)]}))
     with log.open("w") as output:
@@ -371,6 +379,7 @@ def parse_arguments(command_line: list[str]):
     parser.add_argument("--dtype", default="float32", help="of a CUDA engine; the CPU test bed computes in float32")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16, help="requests that run at once")
+    parser.add_argument("--at-once", type=int, default=1, help="layouts whose engines run side by side")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one layout's engine")
     parser.add_argument("--json", type=Path, help="write the rows and every answer here, after each layout")
     arguments = parser.parse_args(command_line)
@@ -379,8 +388,8 @@ def parse_arguments(command_line: list[str]):
         parser.error(
             f"no model in {arguments.model}: train one with scripts/tiny_math/train.py --out {arguments.model}"
         )
-    if arguments.device == "cuda" and any(layout.pd or layout.fault for layout in arguments.layouts):
-        parser.error("P->D and faults run on the CPU test bed only: leave --device cuda out, or name P or PxB")
+    if arguments.device == "cuda" and any(layout.pd for layout in arguments.layouts):
+        parser.error("P->D runs on the CPU test bed only: leave --device cuda out, or name P or PxB")
     return arguments
 
 
@@ -391,27 +400,51 @@ def main(command_line: list[str]) -> None:
     tokenizer = Tokenizer.load(arguments.model)
     quizzes = [word_problems(arguments.questions, tokenizer)] if arguments.questions else []
     quizzes += [needles(length, arguments.needles, tokenizer) for length in arguments.needle_lengths]
-    names, answers = [], []
-    for layout in arguments.layouts:
-        started = time.monotonic()
-        answers.append(read_answers(ask(layout, quizzes, arguments), quizzes, tokenizer))
-        names.append(layout.text)
-        print(f"layout {layout.text}: {time.monotonic() - started:.0f} s", flush=True)
-        rows = compare(names, answers, quizzes)
-        if arguments.json:
-            record = {
-                "device": arguments.device,
-                "backend": arguments.backend,
-                "page": arguments.page,
-                "rows": rows,
-                "expected": {quiz.name: quiz.expected for quiz in quizzes},
-                "answers": {
-                    name: {quiz.name: a for quiz, a in zip(quizzes, one, strict=True)}
-                    for name, one in zip(names, answers, strict=True)
-                },
-            }
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(rows, names[0]))
+    answers: dict[str, list[list[str | None]]] = {}
+    failed = 0
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        running = {pool.submit(timed_answers, one, quizzes, arguments, tokenizer): one for one in arguments.layouts}
+        for done in as_completed(running):
+            layout = running[done]
+            try:
+                seconds, answers[layout.text] = done.result()
+            except RuntimeError as error:
+                failed += 1
+                print(f"layout {layout.text}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"layout {layout.text}: {seconds:.0f} s", flush=True)
+            names = [one.text for one in arguments.layouts if one.text in answers]
+            rows = compare(names, [answers[name] for name in names], quizzes)
+            if arguments.json:
+                write_record(arguments, quizzes, rows, answers)
+    if arguments.layouts[0].text in answers:
+        print(table(rows, names[0]))
+    sys.exit(bool(failed))
+
+
+def timed_answers(
+    layout: Layout, quizzes: Sequence[Quiz], arguments, tokenizer: Tokenizer
+) -> tuple[float, list[list[str | None]]]:
+    """Seconds, and every answer, by quiz."""
+    started = time.monotonic()
+    answers = read_answers(ask(layout, quizzes, arguments), quizzes, tokenizer)
+    return time.monotonic() - started, answers
+
+
+def write_record(arguments, quizzes: Sequence[Quiz], rows: list[dict[str, Any]], answers: dict[str, list]) -> None:
+    record = {
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "one_gpu": arguments.one_gpu,
+        "backend": arguments.backend,
+        "page": arguments.page,
+        "rows": rows,
+        "expected": {quiz.name: quiz.expected for quiz in quizzes},
+        "answers": {
+            name: {quiz.name: a for quiz, a in zip(quizzes, one, strict=True)} for name, one in answers.items()
+        },
+    }
+    arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

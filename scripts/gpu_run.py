@@ -118,8 +118,8 @@ class Engine:
             found |= {"dcp_size": self.dcp, "dcp_comm_backend": self.comm}
         if self.block is not None:
             found["dcp_block_size"] = self.block
-        if self.bed == "one_gpu":
-            found["disable_overlap_schedule"] = True
+        if self.bed == "one_gpu" and self.tp > 1:
+            found |= one_gpu_testbed.ENGINE_ARGUMENTS
         if self.bed == "cpu":
             found |= {"device": "cpu", "dtype": "float32", "disable_overlap_schedule": True, "mem_fraction_static": 0.2}
         return found | self.extra

@@ -32,7 +32,7 @@ def answers() -> Stage:
         others += [(engine, f"{short}-dcp1") for engine in tried]
     others.sort(key=lambda pair: ("agrs" in pair[0].name, "b64" not in pair[0].name))
     return Answers(
-        "answers", "tokens, logprobs and KV rows of DCP2 against DCP1", 420, at_once=4, references=references,
+        "answers", "tokens, logprobs and KV rows of DCP2 against DCP1", 420, at_once=6, references=references,
         others=others, lengths=LENGTHS, new_tokens=32, audit=True,
     )  # fmt: skip
 

@@ -43,6 +43,8 @@ def write_padded(source: Path, target: Path) -> None:
             weight = pad_to(weight.unflatten(1, (heads, -1)), weight.shape[0], HEADS, VALUE).flatten(1, 2)
         weights[name] = weight.contiguous()
     sizes = dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, qk_nope_head_dim=NOPE, v_head_dim=VALUE)
+    if config["rope_scaling"]["factor"] == 1.0:  # changes nothing, and plain rope is what GPUs have a kernel for
+        sizes |= dict(rope_scaling=None)
     target.mkdir(parents=True, exist_ok=True)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config | sizes, indent=1) + "\n")

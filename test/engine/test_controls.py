@@ -10,9 +10,10 @@ from test_matrix import LOGPROB_TOLERANCE, dcp, prompt
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.audit import audit_requests, load_requests
+from sglang_dcp_block.testing.cpu_testbed import SABOTAGE_VARIABLE
 from sglang_dcp_block.testing.engine import EngineSpec, Round, differences
 from sglang_dcp_block.testing.flashinfer_torch import EMPTY_SHARD_VARIABLE
-from sglang_dcp_block.testing.sabotage import FAULTS, VARIABLE
+from sglang_dcp_block.testing.sabotage import FAULTS
 
 # Even lengths and whole blocks, the last token included: nothing to see from outside.
 EVEN = [Round([prompt(63), prompt(31, seed=5)], 2, "even")]
@@ -21,7 +22,7 @@ GARBAGE = {EMPTY_SHARD_VARIABLE: "garbage"}
 
 
 def _sabotaged(fault: str, backend: str = "flashinfer", **env: str) -> EngineSpec:
-    return dcp(2, 16, backend, env={VARIABLE: fault, **env})
+    return dcp(2, 16, backend, env={SABOTAGE_VARIABLE: fault, **env})
 
 
 @pytest.mark.parametrize(("fault", "tokens_show_it"), [("mirrored-ranks", False), ("swapped-rows", False)])

@@ -21,6 +21,8 @@ NAME = "dcp_cpu_testbed"
 PLATFORM_CLASS = "sglang_dcp_block.testing.cpu_platform:CpuTestbedPlatform"
 #: A folder: every scheduler writes its KV rows there, see :mod:`sglang_dcp_block.testing.probe`. On any platform.
 AUDIT_VARIABLE = "SGLANG_DCP_BLOCK_AUDIT"
+#: A fault of :mod:`sglang_dcp_block.testing.sabotage`: a layout that is broken on purpose.
+SABOTAGE_VARIABLE = "SGLANG_DCP_BLOCK_SABOTAGE"
 
 
 class Shim(NamedTuple):
@@ -168,12 +170,12 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``: the shims of the test bed and the KV probe, each only when asked for."""
+    """Entry point ``sglang.srt.plugins``: the shims of the test bed, and on any platform a fault and the KV probe; each
+    only when asked for."""
     if os.environ.get("SGLANG_PLATFORM") == NAME:
         install("start")
-        sabotage = importlib.import_module("sglang_dcp_block.testing.sabotage")
-        if os.environ.get(sabotage.VARIABLE):
-            sabotage.FAULTS[os.environ[sabotage.VARIABLE]]()
+    if fault := os.environ.get(SABOTAGE_VARIABLE):
+        importlib.import_module("sglang_dcp_block.testing.sabotage").FAULTS[fault]()
     if os.environ.get(AUDIT_VARIABLE):
         importlib.import_module("sglang_dcp_block.testing.probe").install(os.environ[AUDIT_VARIABLE])
 

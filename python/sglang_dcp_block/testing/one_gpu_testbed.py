@@ -2,7 +2,7 @@
 
 NCCL refuses two ranks on one device, so every collective goes through host memory and gloo; compiled kernels, KV pools,
 scheduler and models are the real ones. A collective waits for the device, which a CUDA graph can't hold: start engines
-with ``disable_cuda_graph`` and read no speed off them. :data:`SHIMS` is everything that is replaced.
+with :data:`ENGINE_ARGUMENTS` and read no speed off them. :data:`SHIMS` is everything that is replaced.
 
 This module is loaded in every SGLang process of everybody who installs the package: it imports only the standard
 library, and does nothing without the variable.
@@ -26,7 +26,9 @@ TRACE_VARIABLE = "SGLANG_DCP_PD_TRACE"
 PRELOAD_VARIABLE = "SGLANG_DCP_BLOCK_PRELOAD"
 #: What an engine on this bed has to be started with besides its own settings.
 ENGINE_ARGUMENTS = {
-    "disable_cuda_graph": True,
+    "disable_decode_cuda_graph": True,
+    "disable_prefill_cuda_graph": True,
+    "disable_overlap_schedule": True,
     "disable_custom_all_reduce": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }

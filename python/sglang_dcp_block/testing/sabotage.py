@@ -1,4 +1,4 @@
-"""Break the layout on purpose, in a scheduler on the CPU test bed: ``SGLANG_DCP_BLOCK_SABOTAGE=<name>``.
+"""Break the layout on purpose, in a scheduler: ``SGLANG_DCP_BLOCK_SABOTAGE=<name>`` (see cpu_testbed.register).
 
 Negative controls: a test that can't see these faults proves nothing about their absence. Each fault leaves most tokens
 right, which is why tokens alone are no oracle.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-VARIABLE = "SGLANG_DCP_BLOCK_SABOTAGE"
 
 
 def _mirror_ranks() -> None:
