@@ -42,7 +42,7 @@ def answers() -> Stage:
 
 def audit() -> Stage:
     small = replace(DCP1, max_tokens=32_768, context=40_000, chunked=4096)
-    references = [replace(small, name="tri-dcp1", backend="triton")]
+    references = [replace(small, name="tri-dcp1", backend="triton", page=P * small.page)]
     others = [(replace(small, name="tri-dcp8-b64", dcp=P, block=B), "tri-dcp1")]
     return Answers(
         "audit",

@@ -53,12 +53,6 @@ def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> list[Partin
     return [part(a, b) for a, b in zip(reference, other, strict=True)]
 
 
-def nearest(partings: Sequence[Parting]) -> int:
-    """Which of several references' partings from one answer is the smallest; the first of equal ones."""
-    distance = [max(p.before, p.gap if p.at is not None else 0.0) for p in partings]
-    return distance.index(min(distance))
-
-
 class Noise(NamedTuple):
     """What a reference differs from itself by: logprob distance before a parting, and top-2 gap at one."""
 

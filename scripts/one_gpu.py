@@ -26,9 +26,10 @@ LARGE = replace(SHARED, context=140_000, max_tokens=300_000, chunked=16_384)
 def answers() -> Stage:
     references, others = [], []
     for short, backend in BACKENDS:
-        references.append(replace(SHARED, name=f"{short}-dcp1", backend=backend))
+        without = replace(SHARED, backend=backend, page=2 * SHARED.page)
+        references.append(replace(without, name=f"{short}-dcp1"))
         tried = layouts(replace(SHARED, dcp=2, backend=backend), short)
-        tried.append(replace(SHARED, name=f"{short}-tp1-graphs", backend=backend, tp=1, graphs=True))
+        tried.append(replace(without, name=f"{short}-tp1-graphs", tp=1, graphs=True))
         others += [(engine, f"{short}-dcp1") for engine in tried]
     others.sort(key=lambda pair: ("agrs" in pair[0].name, "b64" not in pair[0].name))
     return Answers(
@@ -38,7 +39,9 @@ def answers() -> Stage:
 
 
 def long() -> Stage:
-    references = [replace(LARGE, name=f"{short}-long-dcp1", backend=backend) for short, backend in BACKENDS]
+    references = [
+        replace(LARGE, name=f"{short}-long-dcp1", backend=backend, page=2 * LARGE.page) for short, backend in BACKENDS
+    ]
     others = [
         (replace(LARGE, name=f"{short}-long-b64", backend=backend, dcp=2, block=64), f"{short}-long-dcp1")
         for short, backend in BACKENDS

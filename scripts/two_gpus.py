@@ -26,7 +26,9 @@ BACKENDS = (("tri", "triton"), ("fi", "flashinfer"))
 
 def answers() -> Stage:
     small = replace(DCP1, max_tokens=400_000)
-    references = [replace(small, name=f"{short}-dcp1", backend=backend) for short, backend in BACKENDS]
+    references = [
+        replace(small, name=f"{short}-dcp1", backend=backend, page=2 * small.page) for short, backend in BACKENDS
+    ]
     others = [
         (engine, f"{short}-dcp1")
         for short, backend in BACKENDS
@@ -39,7 +41,9 @@ def answers() -> Stage:
 
 def audit() -> Stage:
     small = replace(DCP1, max_tokens=65_536, context=40_000, chunked=4096)
-    references = [replace(small, name=f"{short}-audit-dcp1", backend=backend) for short, backend in BACKENDS]
+    references = [
+        replace(small, name=f"{short}-audit-dcp1", backend=backend, page=2 * small.page) for short, backend in BACKENDS
+    ]
     others = [
         (replace(small, name=f"{short}-audit-b64", backend=backend, dcp=2, block=64), f"{short}-audit-dcp1")
         for short, backend in BACKENDS

@@ -76,10 +76,3 @@ def test_ratios_pair_the_rounds() -> None:
 def test_throughput_is_batch_over_time_per_token() -> None:
     (row,) = gpu_judge.speed_rows(timed(a=[[4.0], [4.0, 4.0]]))
     assert (row["tpot_ms"], row["tokens_per_second"], row["samples"]) == (4.0, 2000.0, 3)
-
-
-def test_the_nearest_reference_is_the_one_with_the_smallest_difference() -> None:
-    mine = answer([1, 2, 3])
-    far, near = answer([1, 2, 3], [-1.0, -1.5, -1.0]), answer([1, 9, 9], gaps=[2.0, 0.1, 2.0])
-    assert gpu_judge.nearest([part(far, mine), part(near, mine)]) == 1
-    assert gpu_judge.nearest([part(mine, mine), part(mine, mine)]) == 0
