@@ -33,11 +33,12 @@ from gpu_judge import Answer
 from sglang_dcp_block.testing import one_gpu_testbed
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.cpu_testbed import NAME as CPU_BED
-from sglang_dcp_block.testing.engine import free_port, kill_session
+from sglang_dcp_block.testing.engine import free_port, kill_session, log_tail, write_whole
 from sglang_dcp_block.testing.preload import random_prompts
 from sglang_dcp_block.testing.tiny_model import TinyMla, config, write
 
 SGLANG_VERSION = "0.5.23"
+TAIL_LINES = 12  #: of a failed engine's log
 #: DeepSeek-V2-Lite's attention: 16 heads over kv_lora 512 and rope 64, in few dense layers.
 V2_LITE = TinyMla(
     heads=16, layers=4, hidden=1024, intermediate=2048, vocab=32000, kv_lora_rank=512, rope_dim=64, nope_dim=128,
@@ -66,7 +67,8 @@ TIMED = {
 class Engine:
     """One engine. block None: stock, this plugin not even loaded. bed: "", "one_gpu" or "cpu" (a rehearsal).
 
-    max_tokens: KV rows of one rank, None for as many as fit. chunked: chunked prefill size in tokens.
+    max_tokens: KV rows of one rank, None for as many as fit. chunked: chunked prefill size in tokens. extra, env:
+    further ``sgl.Engine`` arguments and environment variables.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Engine:
     mem_fraction: float = 0.8
     base_gpu: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
     def arguments(self, model: Path) -> dict[str, Any]:
         """``sgl.Engine`` arguments, and command line flags by the same names."""
@@ -142,7 +145,7 @@ class Engine:
             found[AUDIT_VARIABLE] = str(audit)
         if trace is not None:
             found[one_gpu_testbed.TRACE_VARIABLE] = str(trace)
-        return found
+        return found | self.env
 
 
 def rehearsed(engine: Engine) -> Engine:
@@ -369,13 +372,6 @@ def _soak(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
     return found()
 
 
-def write_whole(file: Path, value: Any) -> None:
-    """As JSON, so that a reader never sees half of it."""
-    scratch = file.with_suffix(".part")
-    scratch.write_text(json.dumps(value))
-    scratch.rename(file)
-
-
 def worker(job_file: str, result_file: str) -> None:
     """The job's steps, then those that come as lines of standard input until it ends."""
     job = json.loads(Path(job_file).read_text())
@@ -508,11 +504,7 @@ class Worker:
         kill_session(self.process)
 
     def log_tail(self) -> str:
-        return f"{self.work / 'log.txt'} ends with:\n{tail(self.work / 'log.txt')}"
-
-
-def tail(log: Path, lines: int = 12) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "no log"
+        return f"{self.work / 'log.txt'} ends with:\n{log_tail(self.work / 'log.txt', TAIL_LINES)}"
 
 
 def run_jobs(
@@ -610,7 +602,7 @@ class Server:
                         return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
-        raise RuntimeError(f"server not ready; {self.log} ends with:\n{tail(self.log)}")
+        raise RuntimeError(f"server not ready; {self.log} ends with:\n{log_tail(self.log, TAIL_LINES)}")
 
     def post(self, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -694,9 +686,14 @@ def run_pd(
     model: Path,
     work: Path,
     deadline: float,
-    say: Any = print,
+    say: Callable[[str], None] = print,
+    ready: Callable[[], None] = lambda: None,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Every pair up at once, asked in turns with the same fresh prompts: transfer, gather, memory, answers."""
+    """Every pair up at once, asked in turns with the same fresh prompts: transfer, gather, memory, answers.
+
+    ready: called when they are up, returns when they may be asked. save: called with what is found, after each round.
+    """
     shutil.rmtree(work, ignore_errors=True)
     found: dict[str, Any] = {"pairs": {}, "failed": {}}
     running: dict[str, RunningPair] = {}
@@ -711,6 +708,7 @@ def run_pd(
                 found["failed"][name] = str(error)
                 running.pop(name).stop()
         say(f"  pairs up: {list(running)}")
+        ready()
         for name in running:
             found["pairs"][name] = {"costs": [], "answers": []}
         rounds = [(n, r) for r in range(repeats + 1) for n in lengths]  # the first round warms up
@@ -723,16 +721,16 @@ def run_pd(
                 try:
                     row, cost = pair.ask(ids, 16 if r == 0 else 1, timeout=max(5.0, deadline - time.monotonic()))
                 except (urllib.error.URLError, OSError, KeyError, TimeoutError) as error:
-                    log = tail(pair.prefill.log) + "\n" + tail(pair.decode.log)
-                    found["failed"][name] = f"{n} tokens, round {r}: {error!r}\n{log}"
+                    logs = "\n".join(log_tail(server.log, TAIL_LINES) for server in (pair.prefill, pair.decode))
+                    found["failed"][name] = f"{n} tokens, round {r}: {error!r}\n{logs}"
                     running.pop(name).stop()
                     continue
                 if r == 0:
                     found["pairs"][name]["answers"].append(row)
                 else:
                     found["pairs"][name]["costs"].append(cost)
-        for name, pair in running.items():
-            found["pairs"][name]["pack_buffer_bytes"] = pair.pack_bytes()
+                    found["pairs"][name]["pack_buffer_bytes"] = pair.pack_bytes()
+            save(found)
     finally:
         for pair in running.values():
             pair.stop()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import gpu_judge
 import gpu_run
@@ -33,8 +34,8 @@ REHEARSAL_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 
 @dataclass
 class Context:
-    """Where and how long a stage may run. save: keeps what a stage has found so far. quiet: a file; timed cells wait
-    until it exists."""
+    """Where and how long a stage may run. save: keeps what a stage has found so far. quiet: a file; timing waits until
+    it exists."""
 
     model: Path
     vocab: int
@@ -47,6 +48,11 @@ class Context:
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def wait_quiet(self) -> None:
+        """Until ``quiet`` exists, or little time is left."""
+        while self.quiet and not self.quiet.exists() and self.left() > 60:
+            time.sleep(0.5)
 
 
 @dataclass
@@ -156,17 +162,34 @@ class Answers(Stage):
                 entry["audit"] = {"ok": False, "complaints": [str(error)]}
 
 
+class TimedCell(NamedTuple):
+    """Requests and their context in tokens. engines: which are timed, a regular expression."""
+
+    batch: int
+    context: int
+    engines: str = ""
+
+
+def parse_cell(text: str) -> TimedCell:
+    """``64x8192``, or ``64x8192=tri|fi-b64`` for some engines only."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:=(.*))?", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not BATCHxCONTEXT or BATCHxCONTEXT=REGEX: write 64x8192, say")
+    return TimedCell(int(match[1]), int(match[2]), match[3] or "")
+
+
 @dataclass
 class Speed(Stage):
     """Time per output token. All engines are up at once; one at a time is asked, in turns within every cell. Two rounds
     per cell in each sweep over the cells.
 
-    rows: distinct tokens of a batch, so that pools of all engines fit; a larger batch shares prefixes, every
-    ``rows // context`` requests the same ones again. pairs: (over, under) for the ratios.
+    cells: in order, each for all engines or for those whose names match. rows: distinct tokens of a batch, so that
+    pools of all engines fit; a larger batch shares prefixes, every ``rows // context`` requests the same ones again.
+    pairs: (over, under) for the ratios.
     """
 
     timed: list[Engine] = field(default_factory=list)
-    cells: Sequence[tuple[int, int]] = ()
+    cells: Sequence[TimedCell] = ()
     rows: int = 0
     pairs: Sequence[tuple[str, str]] = ()
     sweeps: int = 2
@@ -179,7 +202,7 @@ class Speed(Stage):
     def run(self, context: Context) -> dict[str, Any]:
         cells, tokens, chunk, rows = self.cells, self.tokens, self.chunk, self.rows
         if context.rehearse:
-            cells, tokens, chunk, rows = [(1, 128), (2, 128), (4, 512)], 13, 4, 1024
+            cells, tokens, chunk, rows = [TimedCell(1, 128), TimedCell(2, 128, "b64"), TimedCell(4, 512)], 13, 4, 1024
         found: dict[str, Any] = {"failed": {}, "cells": list(cells), "rounds": {e.name: [] for e in self.timed}}
         workers: dict[str, Worker] = {}
 
@@ -195,8 +218,8 @@ class Speed(Stage):
         try:
             self._start(workers, found, context)
             for sweep in range(self.sweeps):
-                for batch, length in cells:
-                    distinct = [length] * min(max(b for b, n in cells if n == length), rows // length)
+                for batch, length, names in cells:
+                    distinct = [length] * min(max(c.batch for c in cells if c.context == length), rows // length)
                     step = {"lengths": distinct, "seed": length, "vocab": context.vocab}
                     if length != loaded:
                         for name in list(workers):
@@ -207,8 +230,9 @@ class Speed(Stage):
                         if context.left() < 1.3 * (time.monotonic() - began) / max(number - 2 * sweep, 1) + 10:
                             found["failed"]["time"] = f"stopped at {batch} x {length}, round {number}"
                             return self._summary(found)
-                        turn = number % max(len(workers), 1)
-                        for name in [*workers, *workers][turn : turn + len(workers)]:
+                        asked = [name for name in workers if re.search(names, name)]
+                        turn = number % max(len(asked), 1)
+                        for name in asked[turn:] + asked[:turn]:
                             outcome = ask(name, step | {
                                 "kind": "speed", "batch": batch, "context": length, "round": number, "chunk": chunk,
                                 "tokens": tokens if number else 2 * chunk + 1,
@@ -240,8 +264,7 @@ class Speed(Stage):
                 found["failed"][name] = str(error)
                 workers.pop(name).stop()
         context.say(f"  up: {list(workers)}, {context.left():.0f} s left")
-        while context.quiet and not context.quiet.exists() and context.left() > 60:
-            time.sleep(0.5)
+        context.wait_quiet()
 
     def _summary(self, found: dict[str, Any]) -> dict[str, Any]:
         return found | {
@@ -308,8 +331,12 @@ class PrefillDecode(Stage):
         ]
         lengths, repeats = ((65, 150), 1) if context.rehearse else (self.lengths, self.repeats)
         found = gpu_run.run_pd(
-            pairs, lengths, repeats, context.vocab, context.model, context.work / "pd", context.deadline, context.say
-        )
+            pairs, lengths, repeats, context.vocab, context.model, context.work / "pd", context.deadline, context.say,
+            context.wait_quiet, lambda found: context.save(self._judged(found)),
+        )  # fmt: skip
+        return self._judged(found)
+
+    def _judged(self, found: dict[str, Any]) -> dict[str, Any]:
         found["rows"] = gpu_run.pd_rows(found, self.against)
         base = found["pairs"].get(self.against, {}).get("answers", [])
         for data in found["pairs"].values():
@@ -317,16 +344,61 @@ class PrefillDecode(Stage):
         return found
 
 
-def layouts(two: Engine, short: str) -> list[Engine]:
-    """Every DCP 2 layout of ``two``'s backend: B = 64, 1, 16 with both merges, and stock where it exists."""
-    found = [
-        replace(two, name=f"{short}-b{block}{suffix}", block=block, comm=comm)
-        for comm, suffix in (("a2a", ""), ("ag_rs", "-agrs"))
-        for block in (64, 1, 16)
+# -- engines that several plans have -----------------------------------------------------------------------------------
+
+#: Beginning of an engine's name -> its attention backend.
+BACKENDS = {"tri": "triton", "fi": "flashinfer"}
+
+
+def without_dcp(base: Engine, virtual: int) -> list[Engine]:
+    """DCP1 on each backend, with the virtual pages of ``virtual`` ranks: the references of :func:`with_blocks`."""
+    return [
+        replace(base, name=f"{short}-dcp1", backend=backend, page=virtual * base.page)
+        for short, backend in BACKENDS.items()
     ]
-    if two.backend == "flashinfer":
-        found.insert(1, replace(two, name=f"{short}-stock"))
-    return found
+
+
+def with_blocks(base: Engine, blocks: Sequence[int], mark: str = "") -> list[tuple[Engine, str]]:
+    """``base`` with each block size on each backend, and its reference's name; ``mark`` ends the engine's name."""
+    return [
+        (replace(base, name=f"{short}-b{block}{mark}", backend=backend, block=block), f"{short}-dcp1")
+        for block in blocks
+        for short, backend in BACKENDS.items()
+    ]
+
+
+def every_layout(two: Engine) -> list[tuple[Engine, str]]:
+    """Every layout of DCP 2, with its reference's name: B = 64, 1, 16 with both merges, and stock, which exists on
+    FlashInfer only."""
+    stock = (replace(two, name="fi-stock", backend="flashinfer"), "fi-dcp1")
+    return [
+        *with_blocks(two, (64, 1, 16)),
+        stock,
+        *with_blocks(replace(two, comm="ag_rs"), (64, 1, 16), "-agrs"),
+    ]
+
+
+def pack_against_blocks(prefill: Engine, decode: Engine, blocks: Sequence[int], first_gpu: int = 0) -> PrefillDecode:
+    """Stock with its pack buffer, and for each block size a pair with pages of one block; its prefill's first GPU."""
+    pairs = [Pair("stock", replace(prefill, name="stock-prefill"), replace(decode, name="stock-decode"))]
+    for block in blocks:
+        name, paged = f"block{block}", {"page": max(block, decode.page)}
+        pairs.append(Pair(
+            name,
+            replace(prefill, name=f"{name}-prefill", block=1, base_gpu=first_gpu, **paged),
+            replace(decode, name=f"{name}-decode", block=block, **paged),
+        ))  # fmt: skip
+    what = f"blocks of {' and '.join(map(str, blocks))} against stock token round-robin with its pack buffer"
+    return PrefillDecode("pd", what, 300, pairs=pairs, against="stock", lengths=(1000, 8192, 32_768, 131_072))
+
+
+def triton_soak(base: Engine, dcp: int) -> Soak:
+    """``base`` with blocks of 64 on Triton, against DCP1."""
+    return Soak(
+        "soak", "mixed lengths, prefix reuse and aborts", 760,
+        engine=replace(base, name="tri-b64", dcp=dcp, block=64, max_tokens=65_536),
+        reference=replace(base, name="tri-dcp1", max_tokens=262_144),
+    )  # fmt: skip
 
 
 @dataclass
@@ -522,7 +594,8 @@ def command(plan: Plan) -> typer.Typer:
         out: Annotated[Path, typer.Option(help="Folder for one JSON file per stage.")] = Path("benchmark/results"),
         prefix: Annotated[str, typer.Option(help="Begins the JSON files' names.")] = "gpu",
         only: Annotated[str, typer.Option(help="Regular expression: engines to start besides the references.")] = "",
-        quiet: Annotated[Path | None, typer.Option(help="Timed cells wait until this file exists.")] = None,
+        cell: Annotated[list[str] | None, typer.Option(help="BATCHxCONTEXT[=REGEX]: timed cells, in order.")] = None,
+        quiet: Annotated[Path | None, typer.Option(help="Timing waits until this file exists.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="List the plan and check what it needs.")] = False,
         rehearse: Annotated[
             bool, typer.Option("--rehearse", help="Tiny sizes and 2 ranks on the CPU test bed.")
@@ -539,6 +612,8 @@ def command(plan: Plan) -> typer.Typer:
             return
         for s in chosen:
             _keep_only(s, only)
+            if cell and isinstance(s, Speed):
+                s.cells = [parse_cell(text) for text in cell]
         if dry_run:
             raise typer.Exit(_dry_run(plan, chosen, console))
         deadline = time.monotonic() + budget
@@ -584,8 +659,6 @@ def _show(stage: Stage, file: Path, console: Console) -> None:
 
 
 def _keep_only(stage: Stage, pattern: str) -> None:
-    import re
-
     if not pattern:
         return
     if isinstance(stage, Answers):

@@ -169,7 +169,14 @@ def kill_session(process: WarmProcess | subprocess.Popen) -> None:
 
 
 def log_tail(log: Path, lines: int = 40) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "no log"
+
+
+def write_whole(file: Path, value: Any) -> None:
+    """As JSON, so that a reader never sees half of it."""
+    scratch = file.with_suffix(".part")
+    scratch.write_text(json.dumps(value))
+    scratch.rename(file)
 
 
 def run(

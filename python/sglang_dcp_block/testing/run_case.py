@@ -5,7 +5,6 @@ Called by :func:`sglang_dcp_block.testing.engine.run`, which sets the environmen
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
-from sglang_dcp_block.testing.engine import Answer, case_from_json
+from sglang_dcp_block.testing.engine import Answer, case_from_json, write_whole
 from sglang_dcp_block.testing.warm import Template, import_sglang, read_variables_again
 
 SERVER_INFO = (
@@ -60,9 +59,7 @@ def main(case_file: str, result_file: str) -> None:
     finally:
         engine.shutdown()
     seconds = [after - before for before, after in pairwise(marks)]
-    scratch = Path(f"{result_file}.part")
-    scratch.write_text(json.dumps({"answers": answers, "seconds": seconds, "server": server}))
-    scratch.rename(result_file)
+    write_whole(Path(result_file), {"answers": answers, "seconds": seconds, "server": server})
 
 
 def _audit(engine: Any, name: str, groups: int) -> None:
