@@ -51,7 +51,7 @@ class Context:
 
     def wait_quiet(self) -> None:
         """Until ``quiet`` exists, or little time is left."""
-        while self.quiet and not self.quiet.exists() and self.left() > 60:
+        while self.quiet and not self.quiet.exists() and self.left() > 40:
             time.sleep(0.5)
 
 
@@ -219,11 +219,13 @@ class Speed(Stage):
             self._start(workers, found, context)
             for sweep in range(self.sweeps):
                 for batch, length, names in cells:
-                    distinct = [length] * min(max(c.batch for c in cells if c.context == length), rows // length)
+                    alike = [c for c in cells if c.context == length]
+                    distinct = [length] * min(max(c.batch for c in alike), rows // length)
                     step = {"lengths": distinct, "seed": length, "vocab": context.vocab}
                     if length != loaded:
                         for name in list(workers):
-                            ask(name, step | {"kind": "preload"})
+                            if any(re.search(c.engines, name) for c in alike):
+                                ask(name, step | {"kind": "preload"})
                     loaded = length
                     began = time.monotonic()
                     for number in (2 * sweep, 2 * sweep + 1, 2 * sweep + 2)[sweep > 0 :]:
