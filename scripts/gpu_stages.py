@@ -302,9 +302,9 @@ class Soak(Stage):
             "stuck_after_s": 120.0, "longest": longest, "vocab": context.vocab, "new_tokens": tokens,
             "rolling": str(rolling), "until": context.deadline - 30,
         }  # fmt: skip
-        jobs = [Job(self._ready(self.reference, context), known), Job(self._ready(self.engine, context), [step])]
+        jobs = [Job(self._ready(self.engine, context), [step]), Job(self._ready(self.reference, context), known)]
         at_once = 1 if context.rehearse else 2
-        reference, soaked = gpu_run.run_jobs(jobs, context.model, context.work, at_once, context.deadline, context.say)
+        soaked, reference = gpu_run.run_jobs(jobs, context.model, context.work, at_once, context.deadline, context.say)
         found: dict[str, Any] = {"failed": {o.job.engine.name: o.failure for o in (reference, soaked) if o.failure}}
         rows = soaked.result.get("steps") or []
         outcome = rows[0]["outcome"] if rows else json.loads(rolling.read_text()) if rolling.exists() else None
