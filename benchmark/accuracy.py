@@ -215,6 +215,7 @@ def ask_gpu(layout: Layout, quizzes: Sequence[Quiz], arguments, folder: Path) ->
         "chunked_prefill_size": spec.chunked,
         "mem_fraction_static": 0.8,
         "random_seed": 1,
+        "log_level": "info",
         # FlashInfer's may use NVLink multicast, which a shared host forbids.
         "disable_custom_all_reduce": True,
         "enforce_disable_flashinfer_allreduce_fusion": True,
