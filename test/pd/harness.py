@@ -149,7 +149,10 @@ def close_all() -> None:
 
 
 class Prefill:
-    """A prefill server with ``pages`` pages of random KV under ``layout`` (DCP1 unless said otherwise)."""
+    """A prefill rank with ``pages`` pages of random KV under ``layout`` (DCP1 unless said otherwise).
+
+    layers: those of this rank's pipeline stage.
+    """
 
     def __init__(
         self,
@@ -161,13 +164,16 @@ class Prefill:
         rank: int = 0,
         kv_dtype: str = "bfloat16",
         seed: int = 0,
+        layers: range = range(LAYERS),
     ) -> None:
         from sglang.srt.disaggregation.common.utils import FastQueue
 
-        self.kv = buffers(pages * layout.rows_per_virtual_page(page_size), np.random.default_rng(seed))
+        self.kv = buffers(pages * layout.rows_per_virtual_page(page_size), np.random.default_rng(seed))[: len(layers)]
+        self.layers = layers
         self.aux = np.arange(64, dtype=np.uint64)
         self.page_size, self.layout = page_size, layout
         m = self.manager = manager(kv_args(self.kv, self.aux, page_size, rank), layout, rank, engine, kv_dtype)
+        m.kv_args.prefill_start_layer = layers.start
         m.session_failures, m.failed_sessions, m.failed_session_probes = defaultdict(int), set(), {}
         m.state_layout_rejections, m.state_strides_validated = {}, set()
         m.session_lock, m.transfer_infos, m.req_to_decode_prefix_len = threading.Lock(), {}, {}

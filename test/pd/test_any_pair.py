@@ -11,7 +11,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import count
+from itertools import count, cycle, product
 from typing import NamedTuple
 
 import numpy as np
@@ -37,16 +37,31 @@ LONGEST = 1200
 
 
 class Server(NamedTuple):
-    """tp: TP ranks, in DCP groups of ``dcp`` that all hold the same KV."""
+    """tp: attention TP ranks, in DCP groups of ``dcp`` that all hold the same KV.
+
+    pp: pipeline stages, each with some of the layers. dp: DP attention groups; a request is in one of them.
+    """
 
     tp: int
     dcp: int
     block: int
     page: int
+    pp: int = 1
+    dp: int = 1
 
     @property
     def layout(self) -> DcpLayout:
         return DcpLayout(self.dcp, self.block)
+
+    @property
+    def ranks(self) -> list[Rank]:
+        return [Rank(*r) for r in product(range(self.dp), range(self.pp), range(self.tp))]
+
+
+class Rank(NamedTuple):
+    group: int
+    stage: int
+    tp: int
 
 
 class Place(NamedTuple):
@@ -93,31 +108,33 @@ class Pair:
         self.content = rng.integers(0, 256, (LAYERS, LONGEST, ROW_BYTES), np.uint8)
         self.src_pages = rng.permutation(pages_for(prefill, LONGEST) + SPARE_PAGES)
         self.dst_pages = rng.permutation(pages_for(decode, LONGEST) + SPARE_PAGES)
-        self.senders = [self._prefill_rank(rank) for rank in range(prefill.tp)]
+        self.senders = [self._prefill_rank(rank) for rank in prefill.ranks]
         self.receivers = (peers or _peers_here)(decode, len(self.dst_pages))
-        for rank, peer in enumerate(self.receivers):
+        for rank, peer in zip(decode.ranks, self.receivers, strict=True):
             self._decode_rank(peer, rank)
         self.bootstrap = self._bootstrap_server()
-        for rank, sender in enumerate(self.senders):
+        for rank, sender in zip(prefill.ranks, self.senders, strict=True):
             self._register(rank, sender.manager.rank_port)
         self.rooms = count(1)
 
-    def _prefill_rank(self, rank: int) -> Prefill:
+    def _prefill_rank(self, rank: Rank) -> Prefill:
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         s = self.prefill
-        p = Prefill(self.engine, len(self.src_pages), s.page, layout=s.layout, rank=rank, seed=rank)
+        cut = [LAYERS * stage // s.pp for stage in range(s.pp + 1)]
+        layers = range(*cut[rank.stage :][:2])
+        p = Prefill(self.engine, len(self.src_pages), s.page, layout=s.layout, seed=rank.tp, layers=layers)
         self._as_rank(p.manager, s, rank)
         p.manager.disaggregation_mode = DisaggregationMode.PREFILL
         for t, (owner, page, row) in enumerate(dealt(s, LONGEST)):
             if owner == p.manager.dcp_rank:
                 at = self.src_pages[page] * s.layout.rows_per_virtual_page(s.page) + row
-                for layer in range(LAYERS):
-                    p.kv[layer][at] = self.content[layer, t]
+                for layer, buffer in zip(p.layers, p.kv, strict=True):
+                    buffer[at] = self.content[layer, t]
         return p
 
-    def _decode_rank(self, peer: Peer, rank: int) -> None:
-        peer.rank, m = rank, peer.manager
+    def _decode_rank(self, peer: Peer, rank: Rank) -> None:
+        peer.rank, m = rank.tp, peer.manager
         self._as_rank(m, self.decode, rank)
         m.prefill_info_table, m.connection_pool, m.connection_lock = {}, {}, threading.Lock()
         m.required_prefill_response_num_table, m.prefill_response_tracker = {}, {}
@@ -128,10 +145,12 @@ class Pair:
         m.start_decode_thread()
 
     @staticmethod
-    def _as_rank(manager, server: Server, rank: int) -> None:
+    def _as_rank(manager, server: Server, rank: Rank) -> None:
         m = manager
-        m.attn_tp_size, m.attn_tp_rank, m.kv_args.engine_rank = server.tp, rank, rank
-        m.dcp_rank, m.block_size = rank % server.dcp, server.block
+        m.attn_tp_size, m.attn_tp_rank, m.attn_dp_rank = server.tp, rank.tp, rank.group
+        m.kv_args.engine_rank = rank.group * server.tp + rank.tp
+        m.dcp_rank, m.block_size = rank.tp % server.dcp, server.block
+        m.pp_size, m.pp_rank = server.pp, rank.stage
         m.is_dummy_cp_rank, m.deferred_bootstrap, m.bootstrap_timeout = False, None, 60.0
         m.enable_all_cp_ranks_for_transfer = False
 
@@ -151,11 +170,12 @@ class Pair:
         wait_until(listening, "the bootstrap server listens")
         return server
 
-    def _register(self, rank: int, port: int) -> None:
-        sizes = dict(attn_tp_size=self.prefill.tp, attn_tp_rank=rank, page_size=self.prefill.page)
-        one = dict.fromkeys(("attn_cp_size", "attn_dp_size", "pp_size", "system_dp_size"), 1)
-        zero = dict.fromkeys(("attn_cp_rank", "attn_dp_rank", "pp_rank", "system_dp_rank"), 0)
-        row = {**sizes, **one, **zero, "rank_ip": "127.0.0.1", "rank_port": port, "kv_cache_dtype": "bfloat16"}
+    def _register(self, rank: Rank, port: int) -> None:
+        s = self.prefill
+        row = {f"attn_{kind}_size": n for kind, n in (("tp", s.tp), ("cp", 1), ("dp", s.dp))}
+        row |= {f"attn_{kind}_rank": n for kind, n in (("tp", rank.tp), ("cp", 0), ("dp", rank.group))}
+        row |= {"pp_size": s.pp, "pp_rank": rank.stage, "system_dp_size": 1, "system_dp_rank": 0}
+        row |= {"rank_ip": "127.0.0.1", "rank_port": port, "page_size": s.page, "kv_cache_dtype": "bfloat16"}
         assert requests.put(f"http://{self.address}/route", json=row, timeout=5).status_code == 200
 
     def close(self) -> None:
@@ -163,14 +183,17 @@ class Pair:
 
     # -- one request
 
-    def open(self, prefix: int, end: int, senders: int | None = None) -> Request:
-        """Through registration and metadata, until all senders (or the first few) know where to send."""
-        return Request(self, next(self.rooms), prefix, end, self.senders[:senders])
+    def open(self, prefix: int, end: int, senders: int | None = None, groups: tuple[int, int] = (0, 0)) -> Request:
+        """Through registration and metadata, until all senders (or the first few) know where to send.
 
-    def send(self, end: int, prefix: int = 0, chunk: int = LONGEST) -> Request:
+        groups: the request's DP attention groups at prefill and decode.
+        """
+        return Request(self, next(self.rooms), prefix, end, senders, groups)
+
+    def send(self, end: int, prefix: int = 0, chunk: int = LONGEST, groups: tuple[int, int] = (0, 0)) -> Request:
         """One request until both sides have concluded."""
-        request = self.open(prefix, end)
-        for sender in range(self.prefill.tp):
+        request = self.open(prefix, end, groups=groups)
+        for sender in range(len(request.senders)):
             request.send(sender, chunk)
         request.conclude()
         return request
@@ -179,7 +202,7 @@ class Pair:
         for peer in self.receivers:
             peer.clear()
 
-    def expected(self, prefix: int, end: int) -> list[list[np.ndarray]]:
+    def expected(self, prefix: int, end: int, group: int) -> list[list[np.ndarray]]:
         """What each decode rank must hold: its share of [prefix, end), in pages that begin at ``prefix``."""
         s = self.decode
         want = [[np.full_like(b, CANARY) for b in peer.kv] for peer in self.receivers]
@@ -189,18 +212,21 @@ class Pair:
             owner, page, row = places[t]
             at = self.dst_pages[page - first] * s.layout.rows_per_virtual_page(s.page) + row
             for peer, rows in zip(self.receivers, want, strict=True):
-                if peer.manager.dcp_rank == owner:
+                if (peer.manager.attn_dp_rank, peer.manager.dcp_rank) == (group, owner):
                     for layer in range(LAYERS):
                         rows[layer][at] = self.content[layer, t]
         return want
 
-    def audit(self, prefix: int, end: int) -> None:
-        for peer, rows in zip(self.receivers, self.expected(prefix, end), strict=True):
+    def audit(self, prefix: int, end: int, group: int = 0, whole_pages: bool = False) -> None:
+        """Every byte, or of whole pages only the tokens': what lies behind the last one was sent with it."""
+        for peer, rows in zip(self.receivers, self.expected(prefix, end, group), strict=True):
+            if whole_pages:
+                rows = [np.where(want == CANARY, got, want) for want, got in zip(rows, peer.kv, strict=True)]
             assert_rows(peer, rows)
 
 
 def _peers_here(server: Server, virtual_pages: int) -> list[Peer]:
-    return [Peer(server.layout, 0, virtual_pages, server.page) for _ in range(server.tp)]
+    return [Peer(server.layout, 0, virtual_pages, server.page) for _ in server.ranks]
 
 
 def _no_thread() -> threading.Thread:
@@ -210,19 +236,25 @@ def _no_thread() -> threading.Thread:
 
 
 class Request:
-    def __init__(self, pair: Pair, room: int, prefix: int, end: int, senders: list[Prefill]) -> None:
+    def __init__(
+        self, pair: Pair, room: int, prefix: int, end: int, senders: int | None, groups: tuple[int, int]
+    ) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 
         self.pair, self.room, self.prefix, self.end, self.poll = pair, room, prefix, end, KVPoll
-        self.senders = [MooncakeKVSender(p.manager, pair.address, room) for p in senders]
-        self.receivers = [MooncakeKVReceiver(p.manager, pair.address, room) for p in pair.receivers]
+        sending, receiving = (
+            [p.manager for p in ranks if p.manager.attn_dp_rank == group]
+            for ranks, group in zip((pair.senders, pair.receivers), groups, strict=True)
+        )
+        self.senders = [MooncakeKVSender(m, pair.address, room) for m in sending[:senders]]
+        self.receivers = [MooncakeKVReceiver(m, pair.address, room) for m in receiving]
         first = dealt(pair.decode, end)[prefix].page
         pages = pair.dst_pages[: pages_for(pair.decode, end) - first].astype(np.int32)
         for receiver in self.receivers:
             if not receiver.kv_mgr.try_ensure_parallel_info(pair.address):
                 continue
-            receiver.init(0)
+            receiver.init(groups[0])
             receiver.send_metadata(pages, aux_index=2, decode_prefix_len=prefix)
         wait_until(
             lambda: (
@@ -284,7 +316,22 @@ PAIRS = {
     "two groups of one layout to one": (Server(4, 2, 64, 64), Server(2, 2, 64, 64)),
     "one layout": (Server(2, 2, 64, 64), Server(2, 2, 64, 64)),
     "one layout, blocks of pages": (Server(2, 2, 192, 64), Server(2, 2, 192, 64)),
+    "two stages to 2": (Server(1, 1, 1, 64, pp=2), Server(2, 2, 64, 64)),
+    "two stages of two copies to 4, other pages": (Server(2, 1, 1, 16, pp=2), Server(4, 4, 16, 64)),
+    "four copies in three stages to 2": (Server(4, 1, 1, 64, pp=3), Server(2, 2, 16, 64)),
+    "two stages of round-robin to blocks": (Server(2, 2, 1, 16, pp=2), Server(4, 4, 16, 64)),
+    "two stages to no dcp, other pages": (Server(2, 2, 1, 64, pp=2), Server(1, 1, 1, 16)),
+    "two stages of round-robin to the same": (Server(2, 2, 1, 16, pp=2), Server(2, 2, 1, 16)),
+    "groups of copies to 2": (Server(2, 1, 1, 64, dp=2), Server(2, 2, 64, 64)),
+    "groups of 2 to 4, other blocks": (Server(2, 2, 16, 64, dp=2), Server(4, 4, 64, 64)),
+    "groups of two copies to groups of 2": (Server(2, 1, 1, 64, dp=2), Server(2, 2, 16, 64, dp=2)),
+    "one rank to groups of 2": (Server(1, 1, 1, 64), Server(2, 2, 64, 64, dp=2)),
+    "2 to groups of 4": (Server(2, 2, 16, 64), Server(4, 4, 64, 64, dp=2)),
+    "groups of one layout to groups of it": (Server(2, 2, 64, 64, dp=2), Server(2, 2, 64, 64, dp=2)),
+    "two stages to groups of 2": (Server(1, 1, 1, 64, pp=2), Server(2, 2, 64, 64, dp=2)),
 }
+#: SGLang copies whole pages, with what lies behind the last token.
+WHOLE_PAGES = {"one layout", "two stages of round-robin to the same", "groups of one layout to groups of it"}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -292,15 +339,17 @@ def test_rows_between_two_layouts(name, servers):
     pair = servers(*PAIRS[name])
     copies = pair.decode.tp // pair.decode.dcp  # DCP groups of decode that each get everything
     lengths = sorted({1, pair.decode.block, pair.prefill.block + 1, pair.decode.layout.cycle + 3, 700})
-    for length, chunk in [(n, LONGEST) for n in lengths] + [(700, 100), (650, 257)]:
+    cases = [(n, LONGEST) for n in lengths] + [(700, 100), (650, 257)]
+    for (length, chunk), groups in zip(
+        cases, cycle(product(range(pair.prefill.dp), range(pair.decode.dp))), strict=False
+    ):
         pair.clear()
         pair.engine.batches.clear()
-        request = pair.send(length, chunk=chunk)
+        request = pair.send(length, chunk=chunk, groups=groups)
         assert request.succeeded, request.verdicts
-        if name == "one layout":
-            continue  # SGLang copies whole pages, with what lies behind the last token
-        pair.audit(0, length)
-        assert kv_bytes(pair.engine) == copies * length * LAYERS * ROW_BYTES, "each row once"
+        pair.audit(0, length, groups[1], whole_pages=name in WHOLE_PAGES)
+        if name not in WHOLE_PAGES:
+            assert kv_bytes(pair.engine) == copies * length * LAYERS * ROW_BYTES, "each row once"
     assert all(peer.aux[2] == 1 for peer in pair.receivers)
     assert all(s.threads_alive() for s in pair.senders)
     assert all(s.manager._dcp_pack_buffers is None for s in pair.senders)
@@ -342,12 +391,30 @@ def test_decode_waits_for_every_sender_also_for_one_with_nothing_to_send(servers
     assert kv_bytes(pair.engine) == 50 * LAYERS * ROW_BYTES
 
 
-def test_one_sender_that_fails_fails_the_request_and_no_other(servers, monkeypatch):
+def test_decode_waits_for_every_stage(servers):
+    pair = servers(Server(1, 1, 1, 64, pp=3), Server(2, 2, 16, 16))
+    request = pair.open(0, 50)
+    for stage in (2, 0):
+        request.send(stage)
+    responses = [p.manager.prefill_response_tracker[request.room] for p in pair.receivers]
+    wait_until(lambda: all(r == {0, 2} for r in responses), "two stages have answered")
+    assert all(r.poll() == request.poll.WaitingForInput for r in request.receivers)
+    request.send(1)
+    request.conclude()
+    assert request.succeeded
+    pair.audit(0, 50)
+
+
+#: Two ranks that both have something of every request: by tokens, and by layers.
+TWO_SENDERS = pytest.mark.parametrize("prefill", [Server(2, 2, 64, 64), Server(1, 1, 1, 64, pp=2)])
+
+
+@TWO_SENDERS
+def test_one_sender_that_fails_fails_the_request_and_no_other(prefill, servers, monkeypatch):
     monkeypatch.setattr(ours, "RETRY_PAUSE_S", 0.001)
     broken: set[int] = set()
-    pair = servers(Server(2, 2, 64, 64), Server(2, 2, 16, 64))
-    prefill = pair.senders[1].manager
-    prefill.engine = CopyEngine(refuse=lambda number, segments: -1 if broken else 0)
+    pair = servers(prefill, Server(2, 2, 16, 64))
+    pair.senders[1].manager.engine = CopyEngine(refuse=lambda number, segments: -1 if broken else 0)
     broken.add(1)
     request = pair.open(0, 400)
     for sender in (0, 1):
@@ -363,11 +430,12 @@ def test_one_sender_that_fails_fails_the_request_and_no_other(servers, monkeypat
     assert all(s.threads_alive() for s in pair.senders)
 
 
-def test_an_abort_is_safe_when_every_sender_has_drained(servers):
-    pair = servers(Server(2, 2, 64, 64), Server(4, 4, 16, 64))
+@TWO_SENDERS
+def test_an_abort_is_safe_when_every_sender_has_drained(prefill, servers):
+    pair = servers(prefill, Server(4, 4, 16, 64))
     request = pair.open(0, 700)
-    request.senders[0].init(6, 1)
-    pages = pair.src_pages[:2].astype(np.int32)
+    request.senders[0].init(pages_for(prefill, 700), 1)
+    pages = pair.src_pages[: pages_for(prefill, 256)].astype(np.int32)
     request.senders[0].send(pages, num_kv_tokens=256)  # rank 0 has begun, rank 1 has not
     wait_until(lambda: len(pair.engine.kv_batches()) == 4, "rank 0 has sent its first chunk to all four")
     for receiver in request.receivers:
@@ -415,6 +483,17 @@ def test_a_decode_server_without_the_plugin_is_refused(servers):
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------
+
+
+def test_control_layers_of_another_stage_are_seen(servers):
+    pair = servers(Server(1, 1, 1, 64, pp=2), Server(2, 2, 64, 64))
+    assert pair.send(300).succeeded
+    pair.audit(0, 300)
+    pair.clear()
+    pair.senders[1].manager.kv_args.prefill_start_layer -= 1
+    assert pair.send(300).succeeded
+    with pytest.raises(AssertionError):
+        pair.audit(0, 300)
 
 
 @pytest.mark.parametrize("mistake", ["sender flip", "receiver flip", "one sender silent", "one sender is enough"])

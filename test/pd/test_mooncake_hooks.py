@@ -476,7 +476,7 @@ class Decode:
         self.prefill_info_table, self.failures = {}, {}
         self.addr_to_rooms_tracker = {address: {1, 2}, "elsewhere:1": {3}}
         self.request_status = {1: KVPoll.Bootstrapping, 2: KVPoll.WaitingForInput, 3: KVPoll.Bootstrapping}
-        self.is_mla_backend, self.dcp_size, self.attn_tp_size = True, 2, 2
+        self.is_mla_backend, self.dcp_size, self.attn_tp_size, self.pp_size = True, 2, 2, 1
         self.kv_cache_dtype_str, self.kv_args = "bfloat16", SimpleNamespace(page_size=page_size, engine_rank=1)
 
     def record_failure(self, room, reason):
@@ -601,6 +601,17 @@ def test_ranks_that_can_not_be_shared_out_are_refused(bootstrap):
     decode = Decode(address)
     assert ask(decode, address, takes(decode, tp_size=4, cp_size=2)) is False
     assert "--attn-cp-size" in decode.failures[1]
+
+
+def test_a_decode_server_in_stages_is_refused(bootstrap):
+    """At B = 1, where no refusal at start looks at --pp-size."""
+    address = bootstrap(with_plugin=True, prefill=DcpLayout(2, 16))
+    decode = Decode(address)
+    decode.pp_size = 2
+    assert ask(decode, address, takes(decode, tp_size=2), block_size=1) is False
+    assert decode.failures[1] == (
+        "decode has --pp-size above 1, which is tested at prefill only: use --pp-size 1 there."
+    )
 
 
 @pytest.mark.parametrize("with_plugin,prefill", [(False, NO_DCP), (True, NO_DCP), (True, DcpLayout(2))])

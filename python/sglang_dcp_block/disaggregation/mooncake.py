@@ -125,7 +125,12 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
 def _take_prefill(
     original: Callable[..., bool], manager: Any, bootstrap_addr: str, theirs: wire.KvGeometry, mine: wire.KvGeometry
 ) -> bool:
-    """SGLang's checks and rank mapping, but for the page size, which may differ, and for prefill ranks under DCP."""
+    """SGLang's checks and rank mapping, but for the page size, which may differ, and for prefill ranks under DCP.
+
+    Pipeline stages of prefill are SGLang's: it registers with each and counts an answer of each.
+    """
+    if manager.pp_size > 1:
+        raise wire.WireError("decode has --pp-size above 1, which is tested at prefill only: use --pp-size 1 there.")
     view = copy.copy(manager)  # shares the tables
     view.kv_args = copy.copy(manager.kv_args)
     view.kv_args.page_size = theirs.page_size

@@ -37,6 +37,7 @@ class EngineSpec:
     """
 
     tp: int = 1
+    pp: int = 1
     dcp: int = 1
     block: int | None = None
     backend: str = "triton"
@@ -47,6 +48,7 @@ class EngineSpec:
     max_running: int = 16
     context: int = 2048
     heads: int = 4
+    architecture: str = TinyMla.architecture
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     cold: bool = False
@@ -59,13 +61,14 @@ class EngineSpec:
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``sgl.Engine``. Everything that a CPU can't do or a test doesn't need is off."""
         arguments = {
-            "model_path": str(cached(TinyMla(heads=self.heads))),
+            "model_path": str(cached(TinyMla(self.architecture, heads=self.heads))),
             "skip_tokenizer_init": True,
             "device": "cpu",
             "dtype": "float32",
             "attention_backend": self.backend,
             "sampling_backend": "pytorch",
             "tp_size": self.tp,
+            "pp_size": self.pp,
             "page_size": self.page,
             "max_total_tokens": self.max_total_tokens,
             "max_running_requests": self.max_running,
@@ -91,7 +94,7 @@ class EngineSpec:
             "SGLANG_PLATFORM": NAME,
             "TRITON_INTERPRET": "1",
             "OMP_NUM_THREADS": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(self.tp)),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(self.tp * self.pp)),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
         }

@@ -277,7 +277,7 @@ def _meet(folder: Path, role: str, name: str, timeout_s: float = 300) -> None:
 
 
 def main(role: str, folder_name: str) -> None:
-    from sglang_dcp_block.testing.run_case import _answer
+    from sglang_dcp_block.testing.run_case import _answer, _audit
     from sglang_dcp_block.testing.warm import Template, import_sglang
 
     folder = Path(folder_name)
@@ -341,7 +341,7 @@ def main(role: str, folder_name: str) -> None:
             print(f"ROUND {number} {one.name} done in {began[-1] - began[-2]:.1f} s", flush=True)
             _meet(folder, role, f"after-{number}")
             if os.environ.get(AUDIT_VARIABLE):
-                engine.collective_rpc("dcp_block_audit", name=f"{number:02d}")
+                _audit(engine, f"{number:02d}", spec.extra.get("attn_dp_size", 1))
         _meet(folder, role, "down")
     finally:
         engine.shutdown()

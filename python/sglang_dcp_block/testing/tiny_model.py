@@ -1,4 +1,4 @@
-"""A tiny random DeepSeek-V2 (MLA) checkpoint: seeded, float32, about 2 MB, made in a second.
+"""A tiny random checkpoint with multi-head latent attention (MLA): seeded, float32, about 2 MB, made in a second.
 
     python -m sglang_dcp_block.testing.tiny_model FOLDER [--heads 8] [--layers 2]
 
@@ -21,8 +21,12 @@ from typing import Any
 @dataclass(frozen=True)
 class TinyMla:
     """Sizes of the model. heads must be a multiple of the TP size; kv_lora_rank 256 with rope 32 is the smallest pair
-    that SGLang's Triton MLA decode kernel takes (besides the real 512 with 64)."""
+    that SGLang's Triton MLA decode kernel takes (besides the real 512 with 64).
 
+    architecture: one of ARCHITECTURES. Models that differ in nothing else have the same weights.
+    """
+
+    architecture: str = "DeepseekV2ForCausalLM"
     heads: int = 4
     layers: int = 2
     hidden: int = 128
@@ -36,11 +40,37 @@ class TinyMla:
     seed: int = 0
 
 
+KIMI_K25 = "KimiK25ForConditionalGeneration"
+#: Architecture -> model_type of its language model.
+ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    KIMI_K25: "deepseek_v3",
+}
+
+
 def config(model: TinyMla) -> dict[str, Any]:
-    """The Hugging Face config.json. MoE fields are required but unused: every layer is dense."""
+    """The Hugging Face config.json."""
+    if model.architecture != KIMI_K25:
+        return _text_config(model, model.architecture)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    vision = sizes | {f"vt_{name}": size for name, size in sizes.items()}  # SGLang reads both names
+    vision |= {"init_pos_emb_height": 4, "init_pos_emb_width": 4, "text_hidden_size": model.hidden}
     return {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
+        "architectures": [KIMI_K25],
+        "model_type": "kimi_k25",
+        "torch_dtype": "float32",
+        "media_placeholder_token_id": model.vocab - 1,
+        "text_config": _text_config(model, "DeepseekV3ForCausalLM"),
+        "vision_config": vision,
+    }
+
+
+def _text_config(model: TinyMla, architecture: str) -> dict[str, Any]:
+    """MoE fields are required but unused: every layer is dense."""
+    return {
+        "architectures": [architecture],
+        "model_type": ARCHITECTURES[architecture],
         "torch_dtype": "float32",
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
@@ -116,8 +146,9 @@ def write(folder: str | os.PathLike, model: TinyMla | None = None) -> Path:
 
     model = model or TinyMla()
     generator = torch.Generator().manual_seed(model.seed)
+    prefix = "language_model." if model.architecture == KIMI_K25 else ""  # its vision tower stays unset
     weights = {
-        name: torch.randn(shape, generator=generator) * (gain / shape[1] ** 0.5)
+        prefix + name: torch.randn(shape, generator=generator) * (gain / shape[1] ** 0.5)
         if len(shape) == 2
         else torch.ones(shape)
         for name, shape, gain in _tensors(model)
