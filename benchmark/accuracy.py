@@ -186,7 +186,8 @@ def ask_cpu(
         patient = dict.fromkeys(
             ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), str(int(timeout_s))
         )
-        result = run_pd(PdCase(prefill, spec, rounds[1::2], patient, audit=False), folder, timeout_s=timeout_s)
+        case = PdCase(prefill, spec, rounds[1::2], patient, audit=False)
+        result = run_pd(case, folder, timeout_s=timeout_s, warm=warm)
         answers = result.answers
         for failed in (answer for one in answers for answer in one if isinstance(answer, str)):
             raise RuntimeError(f"layout {layout.text}: a request failed: {failed}")

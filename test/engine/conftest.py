@@ -1,17 +1,20 @@
-"""Engine tests start real SGLang engines on the CPU test bed. SGLang is imported once for the whole session."""
+"""Engine tests start real SGLang engines on the CPU test bed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from sglang_dcp_block.testing.audit import Reference, load_requests
 from sglang_dcp_block.testing.engine import REFERENCE, Case, CaseResult, EngineSpec, Round, run
-from sglang_dcp_block.testing.warm import WarmServer
+
+if TYPE_CHECKING:
+    from sglang_dcp_block.testing.warm import WarmServer
 
 Run = Callable[[EngineSpec, list[Round]], CaseResult]
 
@@ -20,12 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[WarmServer]:
-    with WarmServer(EngineSpec().environment()) as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

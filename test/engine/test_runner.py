@@ -45,7 +45,10 @@ def test_a_session_that_ends_takes_its_engine_along(warm, tmp_path) -> None:
     spec = EngineSpec()
     (tmp_path / "case.json").write_text(json.dumps(asdict(Case(spec, HELLO))))
     process = warm.start(
-        [str(tmp_path / "case.json"), str(tmp_path / "result.json")], spec.environment(tmp_path), tmp_path / "log.txt"
+        "sglang_dcp_block.testing.run_case",
+        [str(tmp_path / "case.json"), str(tmp_path / "result.json")],
+        spec.environment(tmp_path),
+        tmp_path / "log.txt",
     )
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)

@@ -48,7 +48,7 @@ def show(pytestconfig) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def single(show, tmp_path_factory) -> Callable[[list[Round], int], tuple[CaseResult, Reference]]:
+def single(show, warm, tmp_path_factory) -> Callable[[list[Round], int], tuple[CaseResult, Reference]]:
     """One engine without DCP and without the plugin."""
     known = {}
 
@@ -56,7 +56,7 @@ def single(show, tmp_path_factory) -> Callable[[list[Round], int], tuple[CaseRes
         key = repr(rounds)
         if key not in known:
             spec = replace(REFERENCE, page=page)
-            result = show(run, Case(spec, rounds), tmp_path_factory.mktemp("single"), timeout_s=400)
+            result = show(run, Case(spec, rounds), tmp_path_factory.mktemp("single"), timeout_s=400, warm=warm)
             known[key] = result, Reference(load_requests(result.audit))
         return known[key]
 
@@ -64,8 +64,8 @@ def single(show, tmp_path_factory) -> Callable[[list[Round], int], tuple[CaseRes
 
 
 @pytest.fixture(scope="session")
-def pair(show, tmp_path_factory) -> Callable[[PdCase], PdResult]:
-    return lambda case: show(run_pd, case, tmp_path_factory.mktemp("pd"), timeout_s=500)
+def pair(show, warm, tmp_path_factory) -> Callable[[PdCase], PdResult]:
+    return lambda case: show(run_pd, case, tmp_path_factory.mktemp("pd"), timeout_s=500, warm=warm)
 
 
 def assert_pair_equals_single(case: PdCase, result: PdResult, single) -> None:
@@ -215,8 +215,8 @@ def test_300_requests_in_a_row(pair, single):
 
 
 @pytest.mark.slow
-def test_demo(tmp_path, show):
-    rows = show(run_pd_demo, tmp_path, lengths=(1, 129))
+def test_demo(tmp_path, show, warm):
+    rows = show(run_pd_demo, tmp_path, lengths=(1, 129), warm=warm)
     assert all(r.equal for r in rows)
     assert [r.segments for r in rows] == [2, 2 * 3] and [r.token_segments for r in rows] == [2, 2 * 129]
 

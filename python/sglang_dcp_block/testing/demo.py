@@ -106,7 +106,7 @@ def main() -> None:
             say(f"Starting engine {number + 1} of 5: {name}")
             results[name] = run(Case(spec, rounds), Path(folder) / str(number), audit=False, warm=warm)
         say("Starting engines 4 and 5: a prefill server (tp 1) and a decode server (tp 2, dcp 2, block 64)")
-        pairs = run_pd_demo(Path(folder) / "pd", new_tokens=arguments.new_tokens, block=BLOCK, say=say)
+        pairs = run_pd_demo(Path(folder) / "pd", new_tokens=arguments.new_tokens, block=BLOCK, say=say, warm=warm)
     reference = next(iter(results.values()))
     rows = [layout_row(name, specs[name], r, reference, arguments.new_tokens) for name, r in results.items()]
     console.print(layout_table(rows), pd_table(pairs))

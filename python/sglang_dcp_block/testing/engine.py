@@ -199,11 +199,13 @@ def run(
     answer.unlink(missing_ok=True)
     started = time.monotonic()
     environment = case.spec.environment(audit_folder)
-    process: WarmProcess | subprocess.Popen
-    if warm is not None and not case.spec.cold:
-        process = warm.start([str(request), str(answer)], environment, log)
-    else:
-        process = _start_cold([str(request), str(answer)], environment, log)
+    process = start_process(
+        "sglang_dcp_block.testing.run_case",
+        [str(request), str(answer)],
+        environment,
+        log,
+        None if case.spec.cold else warm,
+    )
     status: int | str
     try:
         status = process.wait(timeout=timeout_s)
@@ -242,10 +244,15 @@ def differences(answers: list[Answer], expected: list[Answer], tolerance: float)
     return found
 
 
-def _start_cold(arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
+def start_process(
+    module: str, arguments: list[str], environment: dict[str, str], log: Path, warm: WarmServer | None
+) -> WarmProcess | subprocess.Popen:
+    """Run ``main(*arguments)`` of a module in a process and a session of its own, forked from ``warm`` or cold."""
+    if warm is not None:
+        return warm.start(module, arguments, environment, log)
     with log.open("w") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "sglang_dcp_block.testing.run_case", *arguments],
+            [sys.executable, "-W", "ignore", "-m", module, *arguments],
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.engine import (
@@ -36,8 +36,12 @@ from sglang_dcp_block.testing.engine import (
     kill_session,
     log_tail,
     run,
+    start_process,
 )
 from sglang_dcp_block.testing.tiny_model import TinyMla
+
+if TYPE_CHECKING:
+    from sglang_dcp_block.testing.warm import WarmProcess, WarmServer
 
 ROLES = ("prefill", "decode")
 #: A prefill server needs our plugin but no flag: block size 1 is the default.
@@ -112,8 +116,9 @@ def _chunks(text: str) -> list[Chunk]:
     return [Chunk(m[1], *map(int, m.groups()[1:])) for m in _CHUNK.finditer(text)]
 
 
-def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
-    """Run ``case`` on two engines. Files (case, results, logs, audits) go to ``workdir``.
+def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600, warm: WarmServer | None = None) -> PdResult:
+    """Run ``case`` on two engines, forked from ``warm`` if given. Files (case, results, logs, audits) go to
+    ``workdir``.
 
     Raises:
         EngineFailed: an engine died or did not answer within ``timeout_s`` seconds.
@@ -124,19 +129,15 @@ def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
     bootstrap_port = free_port()
     shared = {"case": asdict(case), "bootstrap_port": bootstrap_port, "first_room": int(time.time()) % 1_000_000 * 1000}
     (workdir / "case.json").write_text(json.dumps(shared))
-    processes, logs = {}, {role: workdir / f"{role}.log" for role in ROLES}
+    processes: dict[str, WarmProcess | subprocess.Popen] = {}
+    logs = {role: workdir / f"{role}.log" for role in ROLES}
     try:
         for role, spec in zip(ROLES, (case.prefill, case.decode), strict=True):
             environment = spec.environment(workdir / f"audit-{role}" if case.audit else None)
             environment |= _ENVIRONMENT | {"SGLANG_LOGGING_CONFIG_PATH": str(logging_config)} | case.env | spec.env
-            with logs[role].open("w") as output:
-                processes[role] = subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "sglang_dcp_block.testing.pd", role, str(workdir)],
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            processes[role] = start_process(
+                "sglang_dcp_block.testing.pd", [role, str(workdir)], environment, logs[role], warm
+            )
         _wait(processes, logs, time.monotonic() + timeout_s)
     finally:
         for process in processes.values():
@@ -152,7 +153,7 @@ def run_pd(case: PdCase, workdir: Path, *, timeout_s: float = 600) -> PdResult:
     )
 
 
-def _wait(processes: dict[str, subprocess.Popen], logs: dict[str, Path], deadline: float) -> None:
+def _wait(processes: dict[str, WarmProcess | subprocess.Popen], logs: dict[str, Path], deadline: float) -> None:
     """Until all have ended well."""
     while any(p.poll() is None for p in processes.values()):
         for role, process in processes.items():
@@ -192,6 +193,7 @@ def run_pd_demo(
     block: int = 64,
     layers: int = TinyMla.layers,
     say: Callable[[str], None] = print,
+    warm: WarmServer | None = None,
 ) -> list[DemoRow]:
     """Prefill (tp 1, no DCP) to decode (tp 2, dcp 2, ``block``) beside a single engine; about two minutes on two cores.
 
@@ -201,9 +203,9 @@ def run_pd_demo(
     random = Random(1)
     rounds = [Round([[random.randrange(2, 250) for _ in range(n)]], new_tokens, f"{n} tokens") for n in lengths]
     say("Starting a single engine (tp 1) and asking it...")
-    single = run(Case(replace(REFERENCE, page=64), rounds), workdir / "single", audit=False)
+    single = run(Case(replace(REFERENCE, page=64), rounds), workdir / "single", audit=False, warm=warm)
     say(f"Starting prefill (tp 1) and decode (tp 2, dcp 2, block {block}), KV over Mooncake on TCP...")
-    pair = run_pd(PdCase(PREFILL, replace(DECODE, block=block), rounds, audit=False), workdir / "pd")
+    pair = run_pd(PdCase(PREFILL, replace(DECODE, block=block), rounds, audit=False), workdir / "pd", warm=warm)
     rows = []
     for n, [answer], [expected], chunks in zip(lengths, pair.answers, single.answers, pair.chunks, strict=True):
         if isinstance(answer, str):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -151,12 +152,12 @@ class WarmServer:
         self._process.communicate()  # end of its stdin ends it
         self._folder.cleanup()
 
-    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> WarmProcess:
-        """Fork a process that runs run_case with ``arguments`` and writes its output to ``log``."""
+    def start(self, module: str, arguments: list[str], environment: dict[str, str], log: Path) -> WarmProcess:
+        """Fork a process that calls ``main(*arguments)`` of a module and writes its output to ``log``."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self.address)
         stream = connection.makefile("rw")
-        stream.write(json.dumps([arguments, environment, str(log)]) + "\n")
+        stream.write(json.dumps([module, arguments, environment, str(log)]) + "\n")
         stream.flush()
         return WarmProcess(connection, stream)
 
@@ -173,9 +174,15 @@ class WarmProcess:
         if self._status is None:
             # Not a socket timeout: a stream that timed out once refuses further reads.
             if not select.select([self._connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("run_case", timeout or 0)
+                raise subprocess.TimeoutExpired("a warm process", timeout or 0)
             self._status = int(self._stream.readline() or "-1")
         return self._status
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def close(self) -> None:
         """Hang up: the process is killed, as it is when this session dies."""
@@ -186,7 +193,7 @@ class WarmProcess:
 def _handle(connection: socket.socket) -> None:
     """In a fork of the warm process: fork the engine's process, report its pid, then its exit status."""
     stream = connection.makefile("rw")
-    arguments, environment, log = json.loads(stream.readline())
+    module, arguments, environment, log = json.loads(stream.readline())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
@@ -199,10 +206,8 @@ def _handle(connection: socket.socket) -> None:
             connection.close()
             os.environ.clear()
             os.environ.update(environment)
-            from sglang_dcp_block.testing import run_case
-
             try:
-                run_case.main(*arguments)
+                importlib.import_module(module).main(*arguments)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
