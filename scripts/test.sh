@@ -16,11 +16,9 @@ part "lint"
 "$python" -m mypy
 # Engines run in the pytest process's children on two cores, so the parts run one after another.
 part "unit tests"
-"$python" -m pytest -q test/unit --durations=5
-part "engine tests: real SGLang engines on the CPU test bed"
-"$python" -m pytest -q test/engine -m "not slow" --durations=10
-part "PD tests: real Mooncake over TCP"
-"$python" -m pytest -q test/pd -m "not slow" --durations=10
+"$python" -m pytest -q test/unit -m "not slow" -n 2 --durations=5
+part "engine and PD tests: real SGLang engines on the CPU test bed, real Mooncake over TCP"
+"$python" -m pytest -q test/engine test/pd -m "not slow" --durations=20
 part "GPU and 8-GPU tests (skipped, visibly, where the GPUs are missing)"
 "$python" -m pytest -q test/gpu test/registered
 part "done"

@@ -2,7 +2,7 @@
 
 The ranks of a DCP group run here one after another in one process: each has a KV pool of its own and computes its
 partial result; SGLang's merge kernels join them. Expected values come from other computations than the code under
-test: blocks dealt out one by one (:class:`Deal`), attention in float64 (:func:`attention_f64`), and SGLang's own DCP1
+test: blocks dealt out one by one (brute_force.py), attention in float64 (:func:`attention_f64`), and SGLang's own DCP1
 path at the same dtype (:func:`stock_decode`), whose error is the yardstick.
 
 Everything runs on :data:`DEVICE`: the GPU, or the CPU under ``TRITON_INTERPRET=1``.
@@ -42,26 +42,6 @@ LN2 = math.log(2.0)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
-
-
-class Deal(NamedTuple):
-    """Owner and row of widened slots 0 .. n - 1, found by dealing out blocks like cards: no formula is used."""
-
-    owner: np.ndarray
-    row: np.ndarray
-
-
-def deal(slots: int, dcp_size: int, block_size: int) -> Deal:
-    owner, row = np.empty(slots, np.int64), np.empty(slots, np.int64)
-    filled = [0] * dcp_size
-    rank = 0
-    for first in range(0, slots, block_size):
-        n = min(block_size, slots - first)
-        owner[first : first + n] = rank
-        row[first : first + n] = np.arange(filled[rank], filled[rank] + n)
-        filled[rank] += n
-        rank = rank + 1 if rank + 1 < dcp_size else 0
-    return Deal(owner, row)
 
 
 def lengths_around(layout: DcpLayout, longest: int = 131072) -> list[int]:

@@ -9,6 +9,7 @@ import kit
 import numpy as np
 import pytest
 import torch
+from brute_force import deal
 from kit import DEVICE, DIM, LORA
 
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
@@ -48,7 +49,7 @@ def writing(layout: DcpLayout, tokens: int, dtype: torch.dtype) -> Writing:
 
 
 def written_by_hand(pool: torch.Tensor, w: Writing, layout: DcpLayout, rank: int) -> torch.Tensor:
-    dealt = kit.deal(w.rows * layout.dcp_size, layout.dcp_size, layout.block_size)
+    dealt = deal(w.rows * layout.dcp_size, layout.dcp_size, layout.block_size)
     expected = pool.clone()
     for token, slot in enumerate(w.loc.tolist()):
         if slot > 0 and dealt.owner[slot] == rank:
@@ -116,7 +117,7 @@ def requests(layout: DcpLayout, with_starts: bool) -> Requests:
 
 
 def owned_slots_by_hand(r: Requests, layout: DcpLayout, rank: int) -> list[np.ndarray]:
-    dealt = kit.deal(max(r.lens), layout.dcp_size, layout.block_size)
+    dealt = deal(max(r.lens), layout.dcp_size, layout.block_size)
     table = r.table.cpu().numpy()
     owned = []
     for i, (n, start) in enumerate(zip(r.lens, r.starts, strict=True)):
@@ -138,7 +139,7 @@ def lens_and_indptr(r: Requests, layout: DcpLayout, rank: int) -> tuple[torch.Te
 @pytest.mark.parametrize("with_starts", [False, True], ids=["from_zero", "from_anywhere"])
 def test_rows_from_table_are_the_dealt_rows(layout: DcpLayout, with_starts: bool) -> None:
     r = requests(layout, with_starts)
-    dealt = kit.deal(int(r.table.max()) + 1, layout.dcp_size, layout.block_size)
+    dealt = deal(int(r.table.max()) + 1, layout.dcp_size, layout.block_size)
     for rank in range(layout.dcp_size):
         local, indptr, starts = lens_and_indptr(r, layout, rank)
         owned = np.concatenate(owned_slots_by_hand(r, layout, rank))
@@ -196,7 +197,7 @@ def test_gather_restores_the_order_of_positions(layout: DcpLayout, dtype: torch.
     lens = [n for n in kit.lengths_around(layout, 9000 if ON_GPU else 40) if n > 0]
     starts = [(7 * i) % (2 * layout.cycle) for i in range(len(lens))]
     whole = [kit.random_kv(s + n, i).to(dtype) for i, (s, n) in enumerate(zip(starts, lens, strict=True))]
-    dealt = kit.deal(max(map(len, whole)), layout.dcp_size, layout.block_size)
+    dealt = deal(max(map(len, whole)), layout.dcp_size, layout.block_size)
     owners = torch.from_numpy(dealt.owner).to(DEVICE)
 
     def rows_of(rank: int) -> torch.Tensor:
@@ -227,7 +228,7 @@ def test_gather_restores_the_order_of_positions(layout: DcpLayout, dtype: torch.
 @pytest.mark.parametrize("dtype", [kit.WORK, torch.float32], ids=str)
 def test_guard_clears_empty_shards_and_nothing_else(layout: DcpLayout, dtype: torch.dtype) -> None:
     lens = kit.lengths_around(layout, 5 * layout.cycle)
-    dealt = kit.deal(max(lens), layout.dcp_size, layout.block_size)
+    dealt = deal(max(lens), layout.dcp_size, layout.block_size)
     seq_lens = torch.tensor(lens, device=DEVICE)
     heads = 16 if ON_GPU else 3
     seen = set()

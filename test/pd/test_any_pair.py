@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import requests
+from brute_force import deal
 from harness import (
     CANARY,
     LAYERS,
@@ -73,14 +74,8 @@ class Place(NamedTuple):
 def dealt(server: Server, tokens: int) -> list[Place]:
     """Where each token lies, by dealing tokens to ranks in blocks and counting rows off into pages."""
     rows_per_page = next(n for n in count(1) if n % server.page == 0 and n % server.block == 0)
-    held, places, turn, left = [0] * server.dcp, [], 0, server.block
-    for _ in range(tokens):
-        if not left:
-            turn, left = (turn + 1) % server.dcp, server.block
-        places.append(Place(turn, *divmod(held[turn], rows_per_page)))
-        held[turn] += 1
-        left -= 1
-    return places
+    owner, row, _ = deal(tokens, server.dcp, server.block)
+    return [Place(o, *divmod(r, rows_per_page)) for o, r in zip(owner.tolist(), row.tolist(), strict=True)]
 
 
 def pages_for(server: Server, tokens: int) -> int:

@@ -188,8 +188,9 @@ def test_controls_and_an_abort(pair):
 
 def test_a_prefill_server_without_the_plugin_is_refused(pair):
     rounds = [Round(prompts([20, 70], 1), 2, "refused"), Round(prompts([30], 2), 2, "refused again")]
-    stock = replace(PREFILL, block=None)
-    result = pair(PdCase(stock, DECODE, rounds, env={"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "8"}, audit=False))
+    # The prefill server waits for a decode server that will not come.
+    stock = replace(PREFILL, block=None, env={"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "3"})
+    result = pair(PdCase(stock, DECODE, rounds, audit=False))
     for answer in [a for answers in result.answers for a in answers]:
         assert "does not run sglang-dcp-block" in answer and "install sglang-dcp-block there" in answer
     assert "Refusing prefill server" in result.log("decode")

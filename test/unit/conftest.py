@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from sglang_dcp_block.testing import cpu_testbed
+
+if os.environ["TRITON_INTERPRET"] == "1":
+    cpu_testbed.install("interpreter")
 # Tensors are tiny, and a test forks: no thread pool may exist in the parent.
 torch.set_num_threads(1)
 settings.register_profile(

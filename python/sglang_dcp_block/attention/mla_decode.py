@@ -241,6 +241,13 @@ def _shape(heads: int) -> _Shape:
     return next(shape for limit, shape in _SHAPES if heads <= limit)
 
 
+def _join_shape(requests: int, heads: int, dim: int) -> tuple[int, int]:
+    """Heads of one program of the join, and programs that share the ``dim`` columns of these heads."""
+    # Few requests may have many pieces each: then programs share the columns and take more pieces at a time.
+    shares = max(1, min(8, dim // 16, triton.next_power_of_2(512 // (requests * heads) or 1)))
+    return 4 if requests * heads > 1024 else 1, shares
+
+
 def worker_count(device: torch.device, heads: int, kv_dtype: torch.dtype) -> int:
     """Programs that the device holds at once for each tile of ``heads`` query heads."""
     if mla_decode_hopper.takes(device, kv_dtype):
@@ -373,9 +380,7 @@ def mla_decode(
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-    # Few requests may have many pieces each: then programs share the columns and take more pieces at a time.
-    shares = max(1, min(8, dim // 16, triton.next_power_of_2(512 // (n * heads) or 1)))
-    join_heads = 4 if n * heads > 1024 else 1
+    join_heads, shares = _join_shape(n, heads, dim)
     _join_kernel[(n, triton.cdiv(heads, join_heads), shares)](
         partial_out,
         partial_lse,

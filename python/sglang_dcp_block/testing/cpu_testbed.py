@@ -28,8 +28,9 @@ SABOTAGE_VARIABLE = "SGLANG_DCP_BLOCK_SABOTAGE"
 class Shim(NamedTuple):
     """One replaced name: ``module`` and dotted ``attribute``, ``make(original) -> replacement``.
 
-    when: "start" (as the plugin loads), "model" (after the model is loaded: modules that SGLang imports late) or
-    "disaggregation" (the same moment, in a prefill or decode server). adds: the name doesn't exist without a GPU.
+    when: "interpreter" and "start" (as the plugin loads; unit tests want the former as well), "model" (after the model
+    is loaded: modules that SGLang imports late) or "disaggregation" (the same moment, in a prefill or decode server).
+    adds: the name doesn't exist without a GPU.
     """
 
     when: str
@@ -60,6 +61,32 @@ def _with_cuda_branch(original: Callable) -> Callable:
     return wrapper
 
 
+def _patched_once(original: Callable) -> Callable:
+    """``original`` called once for the functions of a module, and never undone: nothing is compiled on this bed."""
+    scopes: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def patch_lang(fn: Any) -> Any:
+        if fn.__module__ not in scopes:
+            scopes[fn.__module__] = type(original(fn))()  # a scope that has nothing to restore
+        return scopes[fn.__module__]
+
+    return patch_lang
+
+
+def _cached_by_name(original: Callable) -> Callable:
+    """``original`` of Triton's types, which can't all be hashed."""
+    known: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def np_dtype(triton_type: Any) -> Any:
+        if triton_type.name not in known:
+            known[triton_type.name] = original(triton_type)
+        return known[triton_type.name]
+
+    return np_dtype
+
+
 def _gloo_all_to_all_single(_original: Callable) -> Callable:
     def all_to_all_single(self: Any, output: Any, input: Any) -> None:
         import torch.distributed
@@ -83,12 +110,34 @@ def _cpu_factories(torch_module: Any) -> Any:
     return importlib.import_module("sglang_dcp_block.testing.flashinfer_torch").CpuFactories(torch_module)
 
 
+_INTERPRETER = "triton.runtime.interpreter"
 _STATE = "sglang.srt.distributed.parallel_state"
 _FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
 _FORWARD_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
 _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 
 SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "interpreter",
+        _INTERPRETER,
+        "_patch_lang",
+        _patched_once,
+        "it replaces all of triton.language at every call of a function inside a kernel: half of a kernel's time",
+    ),
+    Shim(
+        "interpreter",
+        _INTERPRETER,
+        "_get_np_dtype",
+        _cached_by_name,
+        "it builds its table of types at every load, store and cast",
+    ),
+    Shim(
+        "interpreter",
+        _INTERPRETER,
+        "GridExecutor._restore_args_dev",
+        _constant(lambda *_args: None),
+        "it copies every argument's storage, such as the KV pool, back from host memory: here onto itself",
+    ),
     Shim(
         "start",
         _STATE,
@@ -149,6 +198,13 @@ SHIMS: tuple[Shim, ...] = (
     ),
     Shim(
         "model",
+        "sglang_dcp_block.attention.mla_decode",
+        "_join_shape",
+        _constant(lambda *_sizes: (4, 1)),
+        "the interpreter runs programs one after another: a GPU's 32 for each request and layer take seconds a token",
+    ),
+    Shim(
+        "model",
         "sglang.srt.model_executor.forward_batch_info",
         "torch",
         _cpu_factories,
@@ -173,6 +229,7 @@ def register() -> None:
     """Entry point ``sglang.srt.plugins``: the shims of the test bed, and on any platform a fault and the KV probe; each
     only when asked for."""
     if os.environ.get("SGLANG_PLATFORM") == NAME:
+        install("interpreter")
         install("start")
     if fault := os.environ.get(SABOTAGE_VARIABLE):
         importlib.import_module("sglang_dcp_block.testing.sabotage").FAULTS[fault]()

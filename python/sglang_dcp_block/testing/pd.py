@@ -157,8 +157,8 @@ def _wait(processes: dict[str, WarmProcess | subprocess.Popen], logs: dict[str, 
     """Until all have ended well."""
     while any(p.poll() is None for p in processes.values()):
         for role, process in processes.items():
-            if process.poll() not in (None, 0):
-                raise EngineFailed(f"the {role} engine ended with {process.returncode}:\n{log_tail(logs[role])}")
+            if (status := process.poll()) not in (None, 0):
+                raise EngineFailed(f"the {role} engine ended with {status}:\n{log_tail(logs[role])}")
         if time.monotonic() > deadline:
             tails = "\n".join(f"--- {role}\n{log_tail(log)}" for role, log in logs.items())
             raise EngineFailed(f"the engines did not finish in time:\n{tails}")

@@ -1,6 +1,6 @@
-"""The layout by simulation: tokens are handed out one by one, with counters and no formula.
+"""The layout by simulation: blocks are dealt to ranks like cards, with counters and no formula.
 
-This is the reference of the unit tests. It knows nothing of sglang_dcp_block.
+This is the reference of unit, GPU and PD tests. It knows nothing of sglang_dcp_block.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ class Dealt(NamedTuple):
 
 @lru_cache(maxsize=64)
 def deal(n: int, ranks: int, block: int) -> Dealt:
-    owner, row = [], []
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    rank = taken = 0
-    for t in range(n):
-        owner.append(rank)
-        row.append(len(held[rank]))
-        held[rank].append(t)
-        taken += 1
-        if taken == block:
-            rank, taken = rank + 1, 0
-            if rank == ranks:
-                rank = 0
-    return Dealt(np.array(owner, np.int64), np.array(row, np.int64), tuple(np.array(h, np.int64) for h in held))
+    owner, row = np.empty(n, np.int64), np.empty(n, np.int64)
+    held: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in range(ranks)]
+    filled = [0] * ranks
+    rank = 0
+    for first in range(0, n, block):
+        tokens = np.arange(first, min(first + block, n))
+        owner[tokens] = rank
+        row[tokens] = np.arange(filled[rank], filled[rank] + len(tokens))
+        held[rank].append(tokens)
+        filled[rank] += len(tokens)
+        rank = rank + 1 if rank + 1 < ranks else 0
+    return Dealt(owner, row, tuple(map(np.concatenate, held)))
 
 
 def between(dealt: Dealt, rank: int, start: int, length: int) -> list[int]:
