@@ -370,13 +370,13 @@ def with_blocks(base: Engine, blocks: Sequence[int], mark: str = "") -> list[tup
 
 
 def every_layout(two: Engine) -> list[tuple[Engine, str]]:
-    """Every layout of DCP 2, with its reference's name: B = 64, 1, 16 with both merges, and stock, which exists on
-    FlashInfer only."""
+    """Every layout of DCP 2, with its reference's name, those that matter most first: B = 64, 1, 16 with both merges,
+    and stock, which exists on FlashInfer only."""
     stock = (replace(two, name="fi-stock", backend="flashinfer"), "fi-dcp1")
     return [
         *with_blocks(two, (64, 1, 16)),
         stock,
-        *with_blocks(replace(two, comm="ag_rs"), (64, 1, 16), "-agrs"),
+        *with_blocks(replace(two, comm="ag_rs"), (16, 64, 1), "-agrs"),
     ]
 
 
