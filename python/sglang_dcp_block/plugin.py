@@ -388,6 +388,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
     if wanted:
         allocator = scheduler.token_to_kv_pool_allocator
         check_virtual_page(setup.layout, scheduler.page_size, allocator.page_size)
+        check_kv_dtype(setup.layout, allocator.get_kvcache().dtype)
         take_any_page_size(allocator)
         metrics.start_for_scheduler(scheduler)
         described = layout_record(setup.layout, scheduler.page_size)
@@ -406,6 +407,23 @@ def check_virtual_page(layout: DcpLayout, page_size: int, allocator_page: int) -
         raise HookError(
             f"sglang-dcp-block: the allocator's pages have {allocator_page} slots, but {layout} with --page-size "
             f"{page_size} needs {wanted}: start without what changes the allocator."
+        )
+
+
+def check_kv_dtype(layout: DcpLayout, dtype: Any) -> None:
+    """A quantized checkpoint may name the dtype of its KV, and --kv-cache-dtype auto follows it.
+
+    Args:
+        dtype: of the KV pool, a torch.dtype.
+
+    Raises:
+        HookError: it is not tested with blocks.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if layout.block_size > 1 and name not in server_args.TESTED_POOL_DTYPES:
+        raise HookError(
+            f"sglang-dcp-block: the checkpoint asks for a {name} KV cache, which {server_args.FLAG} "
+            f"{layout.block_size} is not tested with: use --kv-cache-dtype bfloat16."
         )
 
 

@@ -24,6 +24,8 @@ _ATTRIBUTE = "_dcp_block"
 TESTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 TESTED_BACKENDS = ("flashinfer", "triton")
 TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
+#: What "auto" may become: the checkpoint decides, and only the pool knows.
+TESTED_POOL_DTYPES = ("bfloat16", "float16", "float32")
 TESTED_COMM_BACKENDS = ("a2a", "ag_rs")
 
 
@@ -193,7 +195,7 @@ def _flag(id: str, name: str, feature: str) -> Refusal:
     return Refusal(
         id,
         feature,
-        lambda launch: getattr(launch.cfg, name) not in (None, False, "none"),
+        lambda launch: getattr(launch.cfg, name) not in (None, False, "none", "null"),
         f"{FLAG} {{B}} is not tested with {option}: drop {option}, or drop {FLAG}.",
     )
 
@@ -277,6 +279,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"arch": _architecture(launch)},
     ),
     Refusal(
+        "model-sparse",
+        "sparse attention (DeepSeek-V3.2 and others with an index_topk)",
+        lambda launch: getattr(_text_config(launch), "index_topk", None) is not None,
+        f"{FLAG} {{B}} is not tested with sparse attention, which this model's index_topk asks for: drop {FLAG}.",
+    ),
+    Refusal(
         "model-without-rope-part",
         "MLA models without a rotary part (qk_rope_head_dim 0)",
         lambda launch: _is_mla(launch) and getattr(_text_config(launch), "qk_rope_head_dim", 1) == 0,
@@ -320,6 +328,13 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"dp": launch.cfg.attn_dp_size, "tp": launch.cfg.tp_size},
     ),
     Refusal(
+        "context-parallel",
+        "context parallelism of prefill",
+        lambda launch: (launch.cfg.attn_cp_size or 1) > 1,
+        f"{FLAG} {{B}} is not tested with --attn-cp-size {{cp}}: use --attn-cp-size 1.",
+        lambda launch: {"cp": launch.cfg.attn_cp_size},
+    ),
+    Refusal(
         "data-parallel",
         "data-parallel replicas (--dp-size)",
         lambda launch: (launch.cfg.dp_size or 1) > 1,
@@ -351,6 +366,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"platform": _platform().device_name},
     ),
     _flag("speculative-decoding", "speculative_algorithm", "speculative decoding"),
+    _flag("decoupled-speculation", "decoupled_spec_role", "speculative decoding in two servers"),
+    _flag("disable-ragged", "flashinfer_mla_disable_ragged", "FlashInfer MLA prefill without its ragged kernel"),
     _flag("mixed-chunk", "enable_mixed_chunk", "mixed chunks"),
     _flag("hicache", "enable_hierarchical_cache", "HiCache (host and storage tiers)"),
     _flag("lmcache", "enable_lmcache", "LMCache"),

@@ -65,6 +65,26 @@ def test_an_allocator_with_other_pages_stops_the_process():
         plugin.check_virtual_page(DcpLayout(8, 64), 64, 64)
 
 
+def test_a_checkpoint_with_quantized_kv_stops_the_process():
+    """--kv-cache-dtype stays "auto" in the settings; SGLang's own rule and pool say what became of it."""
+    import torch
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    def pool_dtype(kv_cache_quant_algo):
+        model = types.SimpleNamespace(quant_config=types.SimpleNamespace(kv_cache_quant_algo=kv_cache_quant_algo))
+        fixed = dict(is_draft_worker=False, is_dflash=False, speculative_draft_attention_backend=None)
+        _, dtype = configure_kv_cache_dtype(
+            server_args_kv_cache_dtype="auto", model=model, model_dtype=torch.bfloat16, **fixed
+        )
+        return MLATokenToKVPool(64, 64, dtype, 8, 8, 1, "cpu", False).dtype
+
+    plugin.check_kv_dtype(DcpLayout(8, 64), pool_dtype(None))
+    with pytest.raises(HookError, match=r"asks for a float8_e4m3fn KV cache.*use --kv-cache-dtype bfloat16\."):
+        plugin.check_kv_dtype(DcpLayout(8, 64), pool_dtype("FP8"))
+    plugin.check_kv_dtype(DcpLayout(8, 1), pool_dtype("FP8"))
+
+
 def test_another_sglang_version_stops_the_process(monkeypatch):
     import sglang
 

@@ -89,6 +89,7 @@ GOOD = dict(
     disaggregation_transfer_backend="mooncake",
     enable_dp_attention=None,
     kv_canary="none",
+    decoupled_spec_role="null",
 )
 #: id of a refusal -> settings that ask for it, and what the message must name.
 ASKED: dict[str, tuple[dict, str]] = {
@@ -98,17 +99,21 @@ ASKED: dict[str, tuple[dict, str]] = {
     "dcp-not-dividing-heads": (dict(model=dict(num_attention_heads=20)), "divisor of 20"),
     "model-not-mla": (dict(model=dict(arch="MHA", architectures=["LlamaForCausalLM"])), "LlamaForCausalLM"),
     "model-untested": (dict(model=dict(architectures=["KimiLinearForCausalLM"])), "KimiLinearForCausalLM"),
+    "model-sparse": (dict(model=dict(index_topk=2048)), "index_topk"),
     "model-without-rope-part": (dict(model=dict(qk_rope_head_dim=0)), "qk_rope_head_dim 0"),
     "attention-backend": (dict(attention_backend="fa3"), "fa3"),
     "mixed-attention-backends": (dict(decode_attention_backend="flashinfer"), "flashinfer, triton"),
     "comm-backend": (dict(dcp_comm_backend="fi_a2a"), "fi_a2a"),
     "kv-cache-dtype": (dict(kv_cache_dtype="fp8_e4m3"), "fp8_e4m3"),
     "dcp-beyond-dp-attention": (dict(attn_dp_size=2), "lower --dcp-size or --attn-dp-size"),
+    "context-parallel": (dict(attn_cp_size=2), "use --attn-cp-size 1"),
     "data-parallel": (dict(dp_size=2), "--dp-size 2"),
     "pipeline-parallel": (dict(pp_size=2), "--pp-size 2"),
     "pd-transfer-backend": (dict(disaggregation_mode="decode", disaggregation_transfer_backend="nixl"), "nixl"),
     "platform": ({}, "cpu"),
     "speculative-decoding": (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm"),
+    "decoupled-speculation": (dict(decoupled_spec_role="verifier"), "--decoupled-spec-role"),
+    "disable-ragged": (dict(flashinfer_mla_disable_ragged=True), "--flashinfer-mla-disable-ragged"),
     "kv-canary": (dict(kv_canary="log"), "--kv-canary"),
     "radix-cache-backend": (dict(radix_cache_backend="other"), "--radix-cache-backend"),
     "elastic-ep": (dict(elastic_ep_backend="mooncake"), "--elastic-ep-backend"),
@@ -150,13 +155,13 @@ class _Off(SimpleNamespace):
 
 def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch:
     described = dict(arch="MLA", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=128, qk_rope_head_dim=64)
-    described |= model or {}
+    described |= dict(index_topk=None) | (model or {})
     return Launch(
         _Off(**(GOOD | changes)),
         SimpleNamespace(
             attention_arch=SimpleNamespace(name=described["arch"]),
             hf_config=SimpleNamespace(architectures=described["architectures"]),
-            hf_text_config=SimpleNamespace(qk_rope_head_dim=described["qk_rope_head_dim"]),
+            hf_text_config=SimpleNamespace(**{key: described[key] for key in ("qk_rope_head_dim", "index_topk")}),
             num_attention_heads=described["num_attention_heads"],
         ),
         block_size,
@@ -231,6 +236,9 @@ print(json.dumps(answers))
 """
 
 
+SPECULATIVE = "drop --speculative-algorithm"
+
+
 def test_refusals_in_sglangs_own_resolution(tmp_path):
     """The same rows through the real ServerArgs of a launch, with the model's real config."""
     from sglang_dcp_block.testing.tiny_model import TinyMla, cached
@@ -258,17 +266,23 @@ def test_refusals_in_sglangs_own_resolution(tmp_path):
         ],
         "--attn-dp-size 2 cuts --tp-size 4": [*base, "--attn-dp-size", "2", "--dcp-size", "4"],
         "use --pp-size 1": [*base, "--pp-size", "2"],
+        "use --attn-cp-size 1": [*base, "--attn-cp-size", "2"],
+        "drop --decoupled-spec-role": [*base, "--decoupled-spec-role", "drafter"],
+        # What SGLang chooses itself counts like a given one.
+        "attention backend torch_native": [x for x in base if x not in ("--attention-backend", "triton")],
         "drop --enable-lora": [*base, "--enable-lora", "--lora-paths", "a=b"],
     }
+    algorithms = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO", "eagle")
+    launches = [*cases.items(), *((SPECULATIVE, [*base, "--speculative-algorithm", name]) for name in algorithms)]
     environment = os.environ | {"SGLANG_PLATFORM": "dcp_cpu_testbed", "TRITON_INTERPRET": "1"}
     result = subprocess.run(
         [sys.executable, "-c", REAL],
-        input=json.dumps(list(cases.values())),
+        input=json.dumps([argv for _, argv in launches]),
         capture_output=True,
         text=True,
         timeout=300,
         env=environment,
     )
     assert result.returncode == 0, result.stderr
-    for expected, answer in zip(cases, json.loads(result.stdout.splitlines()[-1]), strict=True):
-        assert expected in answer, (expected, answer)
+    for (expected, argv), answer in zip(launches, json.loads(result.stdout.splitlines()[-1]), strict=True):
+        assert expected in answer, (argv, answer)
