@@ -529,7 +529,7 @@ def ask(decode: Decode, address: str, original, block_size: int = 64) -> bool:
     return ours.try_ensure_parallel_info(original, decode, address)
 
 
-def takes(decode: Decode, tp_size: int = 1, cp_size: int = 1):
+def takes(decode: Decode, tp_size: int = 1, cp_size: int = 1, sharding: bool = False):
     """Stands in for SGLang's method: takes the prefill server, and the page size that it was shown."""
 
     def original(manager, address: str) -> bool:
@@ -537,6 +537,7 @@ def takes(decode: Decode, tp_size: int = 1, cp_size: int = 1):
         manager.prefill_info_table[address] = SimpleNamespace(
             attn_tp_size=tp_size,
             attn_cp_size=cp_size,
+            enable_kv_cache_sharding=sharding,
             target_tp_rank=0,
             target_tp_ranks=[0],
             required_dst_info_num=1,
@@ -598,9 +599,17 @@ def test_ranks_that_can_not_be_shared_out_are_refused(bootstrap):
         "the other."
     )
     assert not decode.prefill_info_table, "it is asked again for later requests"
+
+
+@pytest.mark.parametrize("option", ["--attn-cp-size above 1", "--enable-kv-cache-sharding"])
+@pytest.mark.parametrize("prefill,page_size", [(DcpLayout(2, 16), 64), (NO_DCP, 16)])
+def test_a_prefill_whose_ranks_share_out_a_request_otherwise_is_refused(option, prefill, page_size, bootstrap):
+    address = bootstrap(with_plugin=True, prefill=prefill, page_size=page_size)
     decode = Decode(address)
-    assert ask(decode, address, takes(decode, tp_size=4, cp_size=2)) is False
-    assert "--attn-cp-size" in decode.failures[1]
+    original = takes(decode, tp_size=2, cp_size=1 + ("cp" in option), sharding="sharding" in option)
+    assert ask(decode, address, original, block_size=16) is False
+    assert decode.failures[1] == (f"prefill has {option}, which is not tested between two layouts: start it without.")
+    assert not decode.prefill_info_table
 
 
 def test_a_decode_server_in_stages_is_refused(bootstrap):

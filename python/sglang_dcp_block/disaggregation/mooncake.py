@@ -138,9 +138,10 @@ def _take_prefill(
         return False
     manager.dcp_block_pairs = True
     info = manager.prefill_info_table[bootstrap_addr]
+    if info.attn_cp_size > 1 or info.enable_kv_cache_sharding:
+        cause = "--attn-cp-size above 1" if info.attn_cp_size > 1 else "--enable-kv-cache-sharding"
+        raise wire.WireError(f"prefill has {cause}, which is not tested between two layouts: start it without.")
     if theirs.dcp_size > 1 and not (theirs.layout == mine.layout and info.attn_tp_size == manager.attn_tp_size):
-        if info.attn_cp_size > 1:
-            raise wire.WireError("prefill has both --dcp-size and --attn-cp-size, which is not tested: drop one there.")
         rank = manager.kv_args.engine_rank % manager.attn_tp_size
         senders = wire.senders_of(rank, manager.attn_tp_size, info.attn_tp_size, theirs.dcp_size)
         # No rank named as the only real sender: SGLang then waits for all of them, and drains all after an abort.
