@@ -87,8 +87,12 @@ def test_without_dcp(ask: Ask) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [("2x1", FEW_WORDS), ("2x16", FEW_WORDS), ("4x1", TWO_WORDS), ("4x16", TWO_WORDS)],
-    ids=["2x1", "2x16", "4x1", "4x16"],
+    [
+        pytest.param("2x1", FEW_WORDS, id="2x1"),
+        pytest.param("2x16", FEW_WORDS, id="2x16"),
+        pytest.param("4x1", TWO_WORDS, id="4x1", marks=pytest.mark.slow),
+        pytest.param("4x16", TWO_WORDS, id="4x16", marks=pytest.mark.slow),
+    ],
 )
 def test_word_problems(layout: str, words: accuracy.Quiz, ask: Ask) -> None:
     assert_as_good(ask(layout, [words]), [without_dcp(ask, words)], [words])

@@ -8,10 +8,18 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sglang_dcp_block.dcp.layout import DcpLayout
-from sglang_dcp_block.testing.audit import Reference, audit_pools, audit_requests, load_pools, load_requests
+from sglang_dcp_block.testing.audit import (
+    Reference,
+    RequestRecord,
+    audit_pools,
+    audit_requests,
+    load_pools,
+    load_requests,
+)
 from sglang_dcp_block.testing.engine import REFERENCE, Case, CaseResult, EngineSpec, Round, differences, run
 from sglang_dcp_block.testing.pd import ABORT, DECODE, FAULTS, PREFILL, PdCase, PdResult, run_pd, run_pd_demo
 
@@ -65,15 +73,34 @@ def single(show, warm, tmp_path_factory) -> Callable[[list[Round], int], tuple[C
 
 @pytest.fixture(scope="session")
 def pair(show, warm, tmp_path_factory) -> Callable[[PdCase], PdResult]:
-    return lambda case: show(run_pd, case, tmp_path_factory.mktemp("pd"), timeout_s=500, warm=warm)
+    """Each case is run once per session."""
+    known = {}
+
+    def of(case: PdCase) -> PdResult:
+        if repr(case) not in known:
+            known[repr(case)] = show(run_pd, case, tmp_path_factory.mktemp("pd"), timeout_s=500, warm=warm)
+        return known[repr(case)]
+
+    return of
 
 
-def assert_pair_equals_single(case: PdCase, result: PdResult, single) -> None:
+def records_of(role: str, result: PdResult, rounds: list[Round]) -> list[RequestRecord]:
+    """Of the requests that these rounds asked."""
+
+    def asked(tokens: np.ndarray, prompt: list[int], new_tokens: int) -> bool:
+        return 0 <= len(tokens) - len(prompt) <= new_tokens and tokens[: len(prompt)].tolist() == prompt
+
+    asks = [(prompt, one.new_tokens) for one in rounds for prompt in one.prompts]
+    return [r for r in load_requests(result.audit[role]) if any(asked(r.tokens, *ask) for ask in asks)]
+
+
+def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round], single) -> None:
+    """In the case's first ``rounds``."""
     layout = DcpLayout(case.decode.dcp, case.decode.block or 1)
     ours = (case.prefill.block, case.decode.block) != (1, 1)  # SGLang's own send writes no line per chunk
     copies = case.decode.tp // case.decode.dcp
-    expected, reference = single(case.rounds, case.decode.page)
-    for number, one in enumerate(case.rounds):
+    expected, reference = single(rounds, case.decode.page)
+    for number, one in enumerate(rounds):
         answers = result.answers[number]
         assert not [a for a in answers if isinstance(a, str)], answers
         assert not differences(answers, expected.answers[number], LOGPROB_TOLERANCE), one.name
@@ -82,9 +109,14 @@ def assert_pair_equals_single(case: PdCase, result: PdResult, single) -> None:
             tokens = copies * sum(map(len, one.prompts))
             assert sum(c.tokens for c in sent) == tokens
             assert sum(c.bytes for c in sent) == tokens * LAYERS * ROW_BYTES
-    report = audit_requests(layout, load_requests(result.audit["decode"]), reference)
+        assert_pool_is_clean(layout, result, number, reference)
+    report = audit_requests(layout, records_of("decode", result, rounds), reference)
     assert report.ok, report
-    pools = audit_pools(layout, load_pools(result.audit["decode"]), reference)
+
+
+def assert_pool_is_clean(layout: DcpLayout, result: PdResult, number: int, reference: Reference) -> None:
+    """After round ``number``."""
+    pools = audit_pools(layout, load_pools(result.audit["decode"], f"{number:02d}"), reference)
     assert not pools.mismatches and not pools.written and not pools.complaints, pools
 
 
@@ -92,6 +124,7 @@ def assert_pair_equals_single(case: PdCase, result: PdResult, single) -> None:
 PATIENCE = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "240", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "240"}
 #: FlashInfer's stand-in is plain torch, far faster here than Triton's interpreter.
 FAST = replace(DECODE, backend="flashinfer")
+BETWEEN_DCP = "dcp 2 to dcp 4, other blocks, in chunks"
 CASES = {
     "dcp 2, block 64, prefill in chunks": (replace(PREFILL, chunked=128), DECODE),
     "dcp 2, block 64, FlashInfer": (PREFILL, replace(DECODE, backend="flashinfer", comm="a2a")),
@@ -107,10 +140,7 @@ CASES = {
         replace(DECODE, tp=4, dcp=4, block=16),
     ),
     "same layout on both sides": (replace(DECODE, chunked=128), DECODE),
-    "dcp 2 to dcp 4, other blocks, in chunks": (
-        replace(FAST, block=16, chunked=128),
-        replace(FAST, tp=4, dcp=4),
-    ),
+    BETWEEN_DCP: (replace(FAST, block=16, chunked=128), replace(FAST, tp=4, dcp=4, max_total_tokens=1024)),
     "dcp 2 to no dcp": (replace(DECODE, chunked=128), PREFILL),
     "dcp 2 to dcp 2, other blocks and pages": (FAST, replace(FAST, block=16, page=16)),
     "no dcp in small pages to dcp 2": (replace(PREFILL, backend="flashinfer", page=16), FAST),
@@ -124,15 +154,27 @@ CASES = {
     ),
     "decode keeps a radix cache": (PREFILL, replace(DECODE, extra={"disaggregation_decode_enable_radix_cache": True})),
 }
-IN_CI = {"dcp 2, block 64, prefill in chunks", "dcp 2 to dcp 4, other blocks, in chunks"}
+IN_CI = {"dcp 2, block 64, prefill in chunks", BETWEEN_DCP}
+#: What a pair between DCP servers goes through after its sweep. 700 tokens are 3 virtual pages of 4 ranks, 9 of the 16
+#: in decode's pool for three requests: those after the abort get pages of those before it.
+CONTROLS = [
+    Round(prompts([700], 40), 3, "sender flip"),
+    Round(prompts([700] * 3, 41), 3, ABORT),
+    Round(prompts([700] * 3, 42), 3, "clean"),
+]
+
+
+def case_of(name: str) -> PdCase:
+    prefill, decode = CASES[name]
+    # Pairs from DCP share one reference: the borders of blocks of 64 in cycles of 128, and longer ones.
+    layout = DcpLayout(2, 64) if prefill.dcp > 1 else DcpLayout(decode.dcp, decode.block)
+    return PdCase(prefill, decode, sweep(layout) + CONTROLS * (name == BETWEEN_DCP), env=PATIENCE)
 
 
 @pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_pair_answers_like_one_engine(name, pair, single):
-    prefill, decode = CASES[name]
-    # Pairs from DCP share one reference: the borders of blocks of 64 in cycles of 128, and longer ones.
-    layout = DcpLayout(2, 64) if prefill.dcp > 1 else DcpLayout(decode.dcp, decode.block)
-    case = PdCase(prefill, decode, sweep(layout), env=PATIENCE)
+    case = case_of(name)
+    prefill, decode = case.prefill, case.decode
     result = pair(case)
     same = (prefill.dcp, prefill.block) == (decode.dcp, decode.block)
     if decode.extra or same:
@@ -155,8 +197,28 @@ def test_pair_answers_like_one_engine(name, pair, single):
             sent, sent_again = (sum(c.tokens for c in result.chunks[number]) for number in (0, 1))
             assert sent_again < sent, "what decode had was sent again"
         return
-    assert_pair_equals_single(case, result, single)
+    assert_pair_equals_single(case, result, case.rounds[:3], single)
     assert "pack buffers allocated" not in result.log("prefill") or decode.block == 1
+
+
+def test_a_wrong_sender_and_an_abort_between_dcp_servers(pair, single):
+    """In the pair above: the audit sees senders that mix up their ranks, and nothing of an aborted request is left."""
+    case = case_of(BETWEEN_DCP)
+    result = pair(case)
+    flipped, aborted, clean = range(3, 6)
+    expected, reference = single([CONTROLS[0], CONTROLS[2]], case.decode.page)
+    layout = DcpLayout(case.decode.dcp, case.decode.block)
+    report = audit_requests(layout, records_of("decode", result, [CONTROLS[0]]), reference)
+    assert report.mismatches, f"went unseen: {report}"
+    assert sum(c.tokens for c in result.chunks[flipped]) == 700, "as many rows as ever: only their content is wrong"
+
+    assert all(isinstance(a, str) and "Abort" in a for a in result.answers[aborted]), result.answers[aborted]
+    assert 0 < sum(c.tokens for c in result.chunks[aborted]) < 3 * 700, "aborted between the first part and the last"
+
+    assert not differences(result.answers[clean], expected.answers[1], LOGPROB_TOLERANCE)
+    report = audit_requests(layout, records_of("decode", result, [CONTROLS[2]]), reference)
+    assert report.ok, report
+    assert_pool_is_clean(layout, result, clean, reference)
 
 
 @pytest.mark.slow
@@ -167,7 +229,7 @@ def test_controls_and_an_abort(pair):
     """
     layout = DcpLayout(DECODE.dcp, DECODE.block)
     length = 4 * layout.cycle  # the same number of tokens for each rank; two chunks of two blocks per rank
-    faults = [name for name in FAULTS if name != ABORT]
+    faults = [name for name in FAULTS if name not in (ABORT, "sender flip")]  # here is one sender
     rounds = [Round(prompts([length, length], 10 + i), 3, name) for i, name in enumerate(faults)]
     rounds += [Round(prompts([length] * 3, 30), 3, ABORT), Round(prompts([length + 1, 77], 31), 3, "clean")]
     result = pair(PdCase(replace(PREFILL, chunked=2 * layout.cycle), DECODE, rounds))

@@ -72,7 +72,7 @@ class PdCase:
     """env: of both engines. audit: record KV rows (see testing/probe.py) of both.
 
     A round whose name is in :data:`FAULTS` is sent with a broken plan; one that is called ABORT is aborted on the
-    decode side while prefill is about to send.
+    decode side when prefill has sent a part of it.
     """
 
     prefill: EngineSpec
@@ -243,8 +243,13 @@ def _slow(plan: Any, *sides_and_span: Any) -> Any:
     return plan(*sides_and_span)
 
 
+def _sender_flip(plan: Any, src: Any, dst: Any, start: int, length: int) -> Any:
+    return plan(src._replace(rank=src.layout.dcp_size - 1 - src.rank), dst, start, length)
+
+
 FAULTS: dict[str, Callable[..., Any]] = {
     "owner flip": _owner_flip,
+    "sender flip": _sender_flip,
     "destination off by one": _destination_off_by_one,
     "block order swapped": _block_order_swapped,
     "last chunk dropped": _last_chunk_dropped,
@@ -259,7 +264,11 @@ def _break_plans(folder: Path) -> None:
     plan = mooncake.plan_pair
 
     def broken(*sides_and_span: Any) -> Any:
-        fault = FAULTS.get((folder / "fault").read_text())
+        name = (folder / "fault").read_text()
+        if name == ABORT:
+            with (folder / "planned").open("ab") as file:  # appended bytes of several processes all arrive
+                file.write(b".")
+        fault = FAULTS.get(name)
         return fault(plan, *sides_and_span) if fault else plan(*sides_and_span)
 
     mooncake.plan_pair = broken  # type: ignore[assignment]
@@ -276,6 +285,13 @@ def _meet(folder: Path, role: str, name: str, timeout_s: float = 300) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"the other engine did not reach {name!r}")
         time.sleep(0.02)
+
+
+async def _partly_sent(folder: Path, senders: int) -> None:
+    """Until some sender plans its second part: then its first is on its way or there."""
+    planned = folder / "planned"
+    while not planned.exists() or planned.stat().st_size <= senders:
+        await asyncio.sleep(0.02)
 
 
 def main(role: str, folder_name: str) -> None:
@@ -333,7 +349,7 @@ def main(role: str, folder_name: str) -> None:
             async def ask_all(prompts: list[list[int]] = one.prompts, first: int = room) -> list[Any]:
                 tasks = [asyncio.ensure_future(ask(p, first + i)) for i, p in enumerate(prompts)]
                 if role == "decode" and one.name == ABORT:  # noqa: B023
-                    await asyncio.sleep(0.7)
+                    await _partly_sent(folder, shared["case"]["prefill"]["tp"])
                     engine.tokenizer_manager.abort_request(abort_all=True)
                 return await asyncio.gather(*tasks)
 
