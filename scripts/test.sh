@@ -17,8 +17,10 @@ part "lint"
 # Engines run in the pytest process's children on two cores, so the parts run one after another.
 part "unit tests"
 "$python" -m pytest -q test/unit -m "not slow" -n 2 --durations=5
-part "engine and PD tests: real SGLang engines on the CPU test bed, real Mooncake over TCP"
-"$python" -m pytest -q test/engine test/pd -m "not slow" --durations=20
+part "PD tests: SGLang's senders and receivers, real Mooncake over TCP"
+"$python" -m pytest -q test/pd -m "not slow and not engine" -n 2 --durations=5
+part "engine tests: real SGLang engines on the CPU test bed, alone and in PD pairs"
+"$python" -m pytest -q test/engine test/pd -m "engine and not slow" --durations=20
 part "GPU and 8-GPU tests (skipped, visibly, where the GPUs are missing)"
 "$python" -m pytest -q test/gpu test/registered
 part "done"

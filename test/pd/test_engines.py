@@ -216,7 +216,9 @@ def test_a_wrong_sender_and_an_abort_between_dcp_servers(pair, single):
     assert 0 < sum(c.tokens for c in result.chunks[aborted]) < 3 * 700, "aborted between the first part and the last"
 
     assert not differences(result.answers[clean], expected.answers[1], LOGPROB_TOLERANCE)
-    report = audit_requests(layout, records_of("decode", result, [CONTROLS[2]]), reference)
+    before, after = (records_of("decode", result, [one]) for one in CONTROLS[1:])
+    assert np.intersect1d(*(np.concatenate([r.pages for r in rs]) for rs in (before, after))).size, "no page used again"
+    report = audit_requests(layout, after, reference)
     assert report.ok, report
     assert_pool_is_clean(layout, result, clean, reference)
 
