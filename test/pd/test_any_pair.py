@@ -197,7 +197,7 @@ class Pair:
         for peer in self.receivers:
             peer.clear()
 
-    def expected(self, prefix: int, end: int, group: int) -> list[list[np.ndarray]]:
+    def expected(self, prefix: int, end: int, group: int = 0) -> list[list[np.ndarray]]:
         """What each decode rank must hold: its share of [prefix, end), in pages that begin at ``prefix``."""
         s = self.decode
         want = [[np.full_like(b, CANARY) for b in peer.kv] for peer in self.receivers]
