@@ -94,6 +94,7 @@ class Answers(Stage):
     lengths: Sequence[int] = ()
     new_tokens: int = 48
     audit: bool = False
+    audits: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)  # one takes seconds, so each only once
 
     def engines(self) -> list[Engine]:
         return self.references + [engine for engine, _ in self.others]
@@ -156,10 +157,12 @@ class Answers(Stage):
                 entry["verdicts"][step] = gpu_judge.judge(partings, noise)._asdict()
         if mine.audit and theirs.audit and not mine.failure and not theirs.failure:
             spec = mine.job.engine
-            try:
-                entry["audit"] = gpu_judge.audit(theirs.audit, mine.audit, spec.dcp, spec.block or 1)
-            except (ValueError, FileNotFoundError) as error:
-                entry["audit"] = {"ok": False, "complaints": [str(error)]}
+            if spec.name not in self.audits:
+                try:
+                    self.audits[spec.name] = gpu_judge.audit(theirs.audit, mine.audit, spec.dcp, spec.block or 1)
+                except (ValueError, FileNotFoundError) as error:
+                    self.audits[spec.name] = {"ok": False, "complaints": [str(error)]}
+            entry["audit"] = self.audits[spec.name]
 
 
 class TimedCell(NamedTuple):
