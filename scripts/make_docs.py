@@ -83,9 +83,12 @@ SCOPE_TEXT = {
     "block": "scheduler processes with a block size above 1, or with the Triton backend",
     "triton": "scheduler processes of the Triton backend under DCP, at every block size",
     "flashinfer": "scheduler processes of the FlashInfer backend with a block size above 1",
-    "pd_prefill": "scheduler processes of a Mooncake prefill server, whatever its flags",
-    "pd_decode": "scheduler processes of a Mooncake decode server, whatever its flags",
-    "pd_bootstrap": "the launcher of a Mooncake prefill server",
+    "pd_prefill": "scheduler processes of a Mooncake or NIXL prefill server, whatever its flags",
+    "pd_decode": "scheduler processes of a Mooncake or NIXL decode server, whatever its flags",
+    "mooncake_prefill": "the same, of a Mooncake prefill server alone",
+    "mooncake_decode": "the same, of a Mooncake decode server alone",
+    "nixl_prefill": "the same, of a NIXL prefill server alone",
+    "nixl_decode": "the same, of a NIXL decode server alone",
 }
 
 
@@ -154,17 +157,16 @@ def template(message: str) -> str:
     return re.sub(r"\{[^}]*\}", "…", message)
 
 
+# Refusals of a peer and failed transfers are returned, not raised: an exception would end SGLang's receiving thread.
+_BETWEEN_SERVERS = tuple(f"disaggregation/{name}.py" for name in ("wire", "common", "mooncake", "nixl"))
 # Files whose messages get an explanation each; the others' only check arguments, and are listed.
 EXPLAINED = (
     "hooks.py",
     "plugin.py",
     "server_args.py",
     "runtime.py",
-    "disaggregation/wire.py",
-    "disaggregation/mooncake.py",
+    *_BETWEEN_SERVERS,
 )
-# Refusals of a peer and failed transfers are returned, not raised: an exception would end SGLang's receiving thread.
-_RETURNED = ("disaggregation/wire.py", "disaggregation/mooncake.py")
 
 
 def messages(file: Path) -> list[Message]:
@@ -190,7 +192,7 @@ def _message_nodes(tree: ast.Module, name: str) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield node.exc.args[0]
-        if name not in _RETURNED:
+        if name not in _BETWEEN_SERVERS:
             continue
         if isinstance(node, ast.Return) and node.value is not None:
             yield node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value

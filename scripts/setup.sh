@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv with sglang and this package, once. Called by demo.sh and test.sh; nothing else needs installing by hand.
-#   bash scripts/setup.sh [extra ...]        extras of pyproject.toml, default: test and the Mooncake of this machine
+#   bash scripts/setup.sh [extra ...]        extras of pyproject.toml, default: test, nixl and the Mooncake of this machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then mooncake=cuda13; else mooncake=cpu; fi
-extras=${*:-test $mooncake}
+extras=${*:-test nixl $mooncake}
 extras=${extras// /,}
 
 # Mooncake's engine links these; a Python wheel can't bring them.

@@ -17,7 +17,9 @@ from typing import Any
 
 from sglang_dcp_block import __version__, hooks, metrics, runtime, server_args
 from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation.common import COMMON_HOOKS, COMMON_SCOPES
 from sglang_dcp_block.disaggregation.mooncake import MOONCAKE_HOOKS, MOONCAKE_SCOPES
+from sglang_dcp_block.disaggregation.nixl import NIXL_HOOKS, NIXL_SCOPES
 from sglang_dcp_block.hooks import Hook, HookError
 from sglang_dcp_block.mem_cache.allocator import take_any_page_size
 
@@ -65,7 +67,9 @@ SCOPES: dict[str, str | Callable[[Setup], bool]] = {
     "block": lambda s: s.block,
     "triton": lambda s: s.triton,
     "flashinfer": lambda s: s.flashinfer_block,
+    **COMMON_SCOPES,
     **MOONCAKE_SCOPES,
+    **NIXL_SCOPES,
 }
 
 _US = "sglang_dcp_block"
@@ -282,8 +286,10 @@ HOOKS: tuple[Hook, ...] = (
         "prefill pairs query heads with 1/P of the key heads, without an error",
         "test/engine/test_matrix.py",
     ),
-    # -- P->D over Mooncake
+    # -- P->D: both backends, Mooncake, NIXL
+    *COMMON_HOOKS,
     *MOONCAKE_HOOKS,
+    *NIXL_HOOKS,
 )
 
 

@@ -7,6 +7,7 @@ A process that unpickles the arguments without this package fails at once instea
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
 #: What "auto" may become: the checkpoint decides, and only the pool knows.
 TESTED_POOL_DTYPES = ("bfloat16", "float16", "float32")
 TESTED_COMM_BACKENDS = ("a2a", "ag_rs")
+TESTED_TRANSFER_BACKENDS = ("mooncake", "nixl")
 
 
 class DcpBlockError(ValueError):
@@ -159,6 +161,11 @@ class Launch:
         return {name or cfg.attention_backend for name in chosen}
 
     @property
+    def transfer_backend(self) -> str | None:
+        """Of a PD server, None for another."""
+        return None if self.cfg.disaggregation_mode in (None, "null") else self.cfg.disaggregation_transfer_backend
+
+    @property
     def page_size(self) -> int:
         """--page-size raised to whole blocks: the page that the server runs with."""
         return DcpLayout(self.cfg.dcp_size, self.block_size).rows_per_virtual_page(self.cfg.page_size)
@@ -225,6 +232,12 @@ def _platform() -> Any:
 def _untested_platform(launch: Launch) -> bool:
     platform = _platform()
     return not (platform.is_cuda() or getattr(platform, "dcp_block_testbed", False))
+
+
+def _nixl_plugin() -> str:
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -350,13 +363,24 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "pd-transfer-backend",
-        "PD transfer backends other than Mooncake (NIXL, Mori, Ascend)",
-        lambda launch: (
-            launch.cfg.disaggregation_mode not in (None, "null")
-            and launch.cfg.disaggregation_transfer_backend != "mooncake"
-        ),
-        f"{FLAG} {{B}} is not tested with --disaggregation-transfer-backend {{transfer}}: use mooncake.",
-        lambda launch: {"transfer": launch.cfg.disaggregation_transfer_backend},
+        "PD transfer backends other than Mooncake and NIXL (Mori, Ascend)",
+        lambda launch: launch.transfer_backend not in (None, *TESTED_TRANSFER_BACKENDS),
+        f"{FLAG} {{B}} is not tested with --disaggregation-transfer-backend {{transfer}}: use mooncake or nixl.",
+        lambda launch: {"transfer": launch.transfer_backend},
+    ),
+    Refusal(
+        "nixl-missing",
+        "NIXL without its Python package",
+        lambda launch: launch.transfer_backend == "nixl" and importlib.util.find_spec("nixl") is None,
+        "--disaggregation-transfer-backend nixl needs the package nixl, which is not installed: "
+        "pip install 'sglang-dcp-block[nixl]', or use mooncake.",
+    ),
+    Refusal(
+        "nixl-plugin",
+        "NIXL plugins other than UCX (SGLANG_DISAGGREGATION_NIXL_BACKEND)",
+        lambda launch: launch.transfer_backend == "nixl" and _nixl_plugin() != "UCX",
+        f"{FLAG} {{B}} is not tested with SGLANG_DISAGGREGATION_NIXL_BACKEND={{plugin}}: unset it, which means UCX.",
+        lambda launch: {"plugin": _nixl_plugin()},
     ),
     Refusal(
         "platform",

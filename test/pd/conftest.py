@@ -8,10 +8,12 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 
 @pytest.fixture(scope="session")
 def _patched():
-    """The Mooncake hooks in this process, each checked against the installed SGLang."""
+    """The hooks of both backends in this process, each checked against the installed SGLang."""
+    from sglang_dcp_block.disaggregation.common import COMMON_HOOKS
     from sglang_dcp_block.disaggregation.mooncake import MOONCAKE_HOOKS
+    from sglang_dcp_block.disaggregation.nixl import NIXL_HOOKS
 
-    hooks.install(MOONCAKE_HOOKS)
+    hooks.install([*COMMON_HOOKS, *MOONCAKE_HOOKS, *NIXL_HOOKS])
 
 
 @pytest.fixture
@@ -32,6 +34,17 @@ def mooncake(_patched, monkeypatch):
 
 
 @pytest.fixture
+def nixl(mooncake):
+    """The same for NIXL."""
+    import harness
+    import nixl_harness
+
+    yield
+    harness.close_all()
+    nixl_harness.close_all()
+
+
+@pytest.fixture
 def servers(mooncake, monkeypatch):
     """(prefill, decode, engine) -> test_any_pair.Pair. What SGLang reads of its published settings is given here."""
     from harness import CopyEngine
@@ -39,7 +52,7 @@ def servers(mooncake, monkeypatch):
     from sglang.srt.disaggregation.mooncake import conn
     from test_any_pair import Pair
 
-    from sglang_dcp_block.disaggregation import mooncake as ours
+    from sglang_dcp_block.disaggregation import common as ours
     from sglang_dcp_block.disaggregation import wire
 
     parallel = SimpleNamespace(
@@ -56,7 +69,7 @@ def servers(mooncake, monkeypatch):
     # Both servers live in this process; each manager acts under its own layout.
     monkeypatch.setattr(
         ours,
-        "_geometry",
+        "geometry_of",
         lambda m: wire.KvGeometry(m.dcp_size, m.block_size, m.kv_args.page_size, m.kv_cache_dtype_str),
     )
     pairs = []

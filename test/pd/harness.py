@@ -2,7 +2,8 @@
 
 :class:`Prefill` runs the prefill manager's bootstrap thread and a transfer worker over numpy KV buffers. :class:`Peer`
 is one decode rank: its buffers, its registration and metadata messages (by SGLang's own methods), its status inbox.
-What moves the bytes is a parameter: :class:`CopyEngine` here, Mooncake's TransferEngine in test_tcp.py.
+What moves the bytes is a parameter: :class:`CopyEngine` here, Mooncake's TransferEngine in test_tcp.py. The same on
+NIXL's managers is in nixl_harness.py.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def kv_args(kv: Sequence[np.ndarray], aux: np.ndarray, page_size: int, rank: int
         kv_layer_ids=[],
         num_draft_entries=0,
         aux_data_ptrs=[aux.ctypes.data],
+        aux_data_lens=[aux.nbytes],
         aux_item_lens=[8],
+        gpu_id=0,
         state_types=[],
         state_data_ptrs=[],
         state_item_lens=[],
@@ -108,20 +111,16 @@ def kv_args(kv: Sequence[np.ndarray], aux: np.ndarray, page_size: int, rank: int
     )
 
 
-def manager(args: SimpleNamespace, layout: DcpLayout, rank: int, engine: Any, kv_dtype: str) -> Any:
-    """A MooncakeKVManager with the state that the transfer needs, and without the server around it."""
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-
-    m = object.__new__(MooncakeKVManager)
-    m.kv_args, m.engine, m.kv_cache_dtype_str = args, engine, kv_dtype
+def bare_manager(kind: type, args: SimpleNamespace, layout: DcpLayout, rank: int, kv_dtype: str) -> Any:
+    """A manager of SGLang's class ``kind`` with the state that any transfer needs, and without the server around it."""
+    m = object.__new__(kind)
+    m.kv_args, m.kv_cache_dtype_str = args, kv_dtype
     m.is_mla_backend, m.is_hybrid_mla_backend = True, False
     m.attn_tp_size, m.attn_tp_rank = layout.dcp_size, rank
     m.attn_cp_size, m.attn_cp_rank, m.pp_size, m.pp_rank, m.state_tp_size = 1, 0, 1, 0, layout.dcp_size
     m.dcp_size, m.dcp_rank = layout.dcp_size, rank
-    m.server_args = SimpleNamespace(enable_pd_role_switch=True)  # its threads then look at _stopped
-    m.enable_staging, m.enable_trace, m.enable_custom_mem_pool = False, False, False
-    m.enable_deferred_decode_kv_release, m.max_transfer_batch_indices = True, 0
-    m._stopped, m._worker_threads, m._staging_ctx = False, [], None
+    m.enable_staging, m.enable_deferred_decode_kv_release, m._staging_ctx = False, True, None
+    m._stopped, m._worker_threads = False, []
     m._dcp_pack_buffers, m._dcp_pack_max_tokens = None, None
     m._zmq_ctx = zmq.Context()
     m.server_socket = m._zmq_ctx.socket(zmq.PULL)
@@ -132,6 +131,17 @@ def manager(args: SimpleNamespace, layout: DcpLayout, rank: int, engine: Any, kv
     m._staging_outstanding = defaultdict(int)
     m._deferred_ack_targets, m._deferred_ack_poisoned_rooms = {}, set()
     _open.append(m)
+    return m
+
+
+def manager(args: SimpleNamespace, layout: DcpLayout, rank: int, engine: Any, kv_dtype: str) -> Any:
+    """A MooncakeKVManager."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    m = bare_manager(MooncakeKVManager, args, layout, rank, kv_dtype)
+    m.engine = engine
+    m.server_args = SimpleNamespace(enable_pd_role_switch=True)  # its threads then look at _stopped
+    m.enable_trace, m.enable_custom_mem_pool, m.max_transfer_batch_indices = False, False, 0
     return m
 
 
@@ -166,23 +176,35 @@ class Prefill:
         seed: int = 0,
         layers: range = range(LAYERS),
     ) -> None:
-        from sglang.srt.disaggregation.common.utils import FastQueue
-
         self.kv = buffers(pages * layout.rows_per_virtual_page(page_size), np.random.default_rng(seed))[: len(layers)]
         self.layers = layers
         self.aux = np.arange(64, dtype=np.uint64)
         self.page_size, self.layout = page_size, layout
-        m = self.manager = manager(kv_args(self.kv, self.aux, page_size, rank), layout, rank, engine, kv_dtype)
-        m.kv_args.prefill_start_layer = layers.start
+        args = kv_args(self.kv, self.aux, page_size, rank)
+        args.prefill_start_layer = layers.start
+        m = self.manager = self.make_manager(args, layout, rank, engine, kv_dtype)
+        m.transfer_infos, m.req_to_decode_prefix_len = {}, {}
+        m.decode_kv_args_table, m._kv_replica_factor = {}, None
+        self.start()
+
+    make_manager = staticmethod(manager)
+
+    def start(self) -> None:
+        from sglang.srt.disaggregation.common.utils import FastQueue
+
+        m = self.manager
         m.session_failures, m.failed_sessions, m.failed_session_probes = defaultdict(int), set(), {}
         m.state_layout_rejections, m.state_strides_validated = {}, set()
-        m.session_lock, m.transfer_infos, m.req_to_decode_prefix_len = threading.Lock(), {}, {}
-        m.decode_kv_args_table, m._kv_replica_factor = {}, None
-        m.transfer_queues = [FastQueue()]
+        m.session_lock, m.transfer_queues = threading.Lock(), [FastQueue()]
         executor = concurrent.futures.ThreadPoolExecutor(1)
         m.start_prefill_thread()
         self.worker = threading.Thread(target=m.transfer_worker, args=(m.transfer_queues[0], executor), daemon=True)
         self.worker.start()
+
+    def sender(self, address: str, room: int) -> Any:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        return MooncakeKVSender(self.manager, address, room)
 
     @property
     def endpoint(self) -> str:
@@ -231,11 +253,26 @@ class Peer:
         self.rows = virtual_pages * layout.rows_per_virtual_page(page_size)
         self.kv = buffers(self.rows, CANARY)
         self.aux = np.zeros(64, np.uint64)
-        self.session = f"127.0.0.1:{next(_ports)}"
-        engine = engine or SimpleNamespace(get_session_id=lambda: self.session)
-        self.manager = manager(kv_args(self.kv, self.aux, page_size, rank), layout, rank, engine, kv_dtype)
-        self.manager.kv_args.kv_item_lens = [row_bytes * page_size] * LAYERS
-        self.session = self.manager.get_session_id()
+        args = kv_args(self.kv, self.aux, page_size, rank)
+        self.manager = self.make_manager(args, layout, rank, engine, kv_dtype)
+        args.kv_item_lens = [row_bytes * page_size] * LAYERS
+        self.session = self.session_name()
+
+    def make_manager(self, args: SimpleNamespace, layout: DcpLayout, rank: int, engine: Any, kv_dtype: str) -> Any:
+        session = f"127.0.0.1:{next(_ports)}"
+        return manager(args, layout, rank, engine or SimpleNamespace(get_session_id=lambda: session), kv_dtype)
+
+    def session_name(self) -> str:
+        """What prefill knows this rank by."""
+        return self.manager.get_session_id()
+
+    def listen(self) -> None:
+        self.manager.start_decode_thread()
+
+    def receiver(self, address: str, room: int) -> Any:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+
+        return MooncakeKVReceiver(self.manager, address, room)
 
     def clear(self) -> None:
         for layer in self.kv:

@@ -30,8 +30,7 @@ from harness import (
 )
 
 from sglang_dcp_block.dcp.layout import DcpLayout
-from sglang_dcp_block.disaggregation import mooncake as ours
-from sglang_dcp_block.disaggregation import wire
+from sglang_dcp_block.disaggregation import common, mooncake, wire
 
 SPARE_PAGES = 2
 LONGEST = 1200
@@ -89,6 +88,7 @@ class Pair:
     """All ranks of both servers. Rows of prefill's free pages and of all of decode are no token's.
 
     peers: decode ranks whose buffers are elsewhere, for (server, virtual pages); here if it is left out.
+    prefill_rank: the backend's :class:`Prefill`.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class Pair:
         decode: Server,
         engine: CopyEngine,
         peers: Callable[[Server, int], list[Peer]] | None = None,
+        prefill_rank: type[Prefill] = Prefill,
     ) -> None:
-        self.prefill, self.decode, self.engine = prefill, decode, engine
+        self.prefill, self.decode, self.engine, self.prefill_rank = prefill, decode, engine, prefill_rank
         rng = np.random.default_rng(1)
         self.content = rng.integers(0, 256, (LAYERS, LONGEST, ROW_BYTES), np.uint8)
         self.src_pages = rng.permutation(pages_for(prefill, LONGEST) + SPARE_PAGES)
@@ -118,7 +119,7 @@ class Pair:
         s = self.prefill
         cut = [LAYERS * stage // s.pp for stage in range(s.pp + 1)]
         layers = range(*cut[rank.stage :][:2])
-        p = Prefill(self.engine, len(self.src_pages), s.page, layout=s.layout, seed=rank.tp, layers=layers)
+        p = self.prefill_rank(self.engine, len(self.src_pages), s.page, layout=s.layout, seed=rank.tp, layers=layers)
         self._as_rank(p.manager, s, rank)
         p.manager.disaggregation_mode = DisaggregationMode.PREFILL
         for t, (owner, page, row) in enumerate(dealt(s, LONGEST)):
@@ -137,7 +138,7 @@ class Pair:
         m._deferred_abort_generation, m.waiting_timeout = 0, 60.0
         m.enable_all_cp_ranks_for_transfer, m.kv_layout, m.dsv41_spec_layout = False, None, None
         m._start_heartbeat_checker_thread = _no_thread  # nobody dies here
-        m.start_decode_thread()
+        peer.listen()
 
     @staticmethod
     def _as_rank(manager, server: Server, rank: Rank) -> None:
@@ -235,15 +236,14 @@ class Request:
         self, pair: Pair, room: int, prefix: int, end: int, senders: int | None, groups: tuple[int, int]
     ) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 
         self.pair, self.room, self.prefix, self.end, self.poll = pair, room, prefix, end, KVPoll
         sending, receiving = (
-            [p.manager for p in ranks if p.manager.attn_dp_rank == group]
+            [p for p in ranks if p.manager.attn_dp_rank == group]
             for ranks, group in zip((pair.senders, pair.receivers), groups, strict=True)
         )
-        self.senders = [MooncakeKVSender(m, pair.address, room) for m in sending[:senders]]
-        self.receivers = [MooncakeKVReceiver(m, pair.address, room) for m in receiving]
+        self.senders = [p.sender(pair.address, room) for p in sending[:senders]]
+        self.receivers = [p.receiver(pair.address, room) for p in receiving]
         first = dealt(pair.decode, end)[prefix].page
         pages = pair.dst_pages[: pages_for(pair.decode, end) - first].astype(np.int32)
         for receiver in self.receivers:
@@ -406,7 +406,7 @@ TWO_SENDERS = pytest.mark.parametrize("prefill", [Server(2, 2, 64, 64), Server(1
 
 @TWO_SENDERS
 def test_one_sender_that_fails_fails_the_request_and_no_other(prefill, servers, monkeypatch):
-    monkeypatch.setattr(ours, "RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(mooncake, "RETRY_PAUSE_S", 0.001)
     broken: set[int] = set()
     pair = servers(prefill, Server(2, 2, 16, 64))
     pair.senders[1].manager.engine = CopyEngine(refuse=lambda number, segments: -1 if broken else 0)
@@ -454,7 +454,7 @@ def test_block_size_1_on_both_sides_is_sglangs(prefill, decode, servers, monkeyp
     def forbidden(*_, **__):
         raise AssertionError("our plan was asked for")
 
-    monkeypatch.setattr(ours, "plan_pair", forbidden)
+    monkeypatch.setattr(common, "plan_pair", forbidden)
     pair = servers(prefill, decode)
     assert pair.send(200).succeeded
     for peer, sender in zip(pair.receivers, pair.senders, strict=True):
@@ -493,7 +493,7 @@ def test_control_layers_of_another_stage_are_seen(servers):
 
 @pytest.mark.parametrize("mistake", ["sender flip", "receiver flip", "one sender silent", "one sender is enough"])
 def test_control_a_wrong_map_is_seen(mistake, servers, monkeypatch):
-    plan, senders_of = ours.plan_pair, wire.senders_of
+    plan, senders_of = common.plan_pair, wire.senders_of
 
     def wrong(src, dst, start, length):
         if mistake == "sender flip":
@@ -506,7 +506,7 @@ def test_control_a_wrong_map_is_seen(mistake, servers, monkeypatch):
 
     if mistake == "one sender is enough":  # decode trusts one rank of prefill, as SGLang's own map does
         monkeypatch.setattr(wire, "senders_of", lambda *a: (s := senders_of(*a))._replace(known=s.known[:1]))
-    monkeypatch.setattr(ours, "plan_pair", wrong)
+    monkeypatch.setattr(common, "plan_pair", wrong)
     pair = servers(Server(2, 2, 64, 64), Server(4, 4, 16, 64))
     request = pair.open(0, 512, senders=1 if mistake == "one sender is enough" else 2)
     for sender in range(len(request.senders)):

@@ -223,6 +223,26 @@ def test_a_wrong_sender_and_an_abort_between_dcp_servers(pair, single):
     assert_pool_is_clean(layout, result, clean, reference)
 
 
+NIXL_CASES = {
+    "no dcp to dcp 2, block 64": (replace(PREFILL, backend="flashinfer"), FAST),
+    "dcp 2 to dcp 4, other blocks, in chunks": CASES["dcp 2 to dcp 4, other blocks, in chunks"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NIXL_CASES)
+def test_pair_over_nixl_answers_like_one_engine(name, pair, single):
+    """NIXL's UCX in host memory instead of Mooncake; rows, tokens and logprobs are judged alike."""
+    prefill, decode = NIXL_CASES[name]
+    case = PdCase(prefill, decode, sweep(DcpLayout(2, 64)), env=PATIENCE, transfer="nixl")
+    result = pair(case)
+    assert_pair_equals_single(case, result, single)
+    assert "NIXL KVManager initialized with backend: UCX" in result.log("prefill")
+    assert "pack buffers allocated" not in result.log("prefill")
+    with pytest.raises(AssertionError):  # control: rows of another layout
+        assert_pair_equals_single(replace(case, decode=replace(decode, block=16)), result, single)
+
+
 @pytest.mark.slow
 def test_controls_and_an_abort(pair):
     """One pair, sabotaged round by round: the audit must see each fault, and the last round must be right again.

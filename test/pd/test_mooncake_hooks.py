@@ -14,8 +14,8 @@ import pytest
 from harness import LAYERS, NO_DCP, ROW_BYTES, CopyEngine, Peer, Prefill, assert_rows, expected_rows, wait_until
 
 from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation import common, wire
 from sglang_dcp_block.disaggregation import mooncake as ours
-from sglang_dcp_block.disaggregation import wire
 
 pytestmark = pytest.mark.usefixtures("mooncake")
 
@@ -114,7 +114,7 @@ def test_a_rank_that_owns_nothing_completes_without_a_transfer():
 @pytest.mark.parametrize("mistake", ["owner flip", "destination off by one", "last chunk dropped", "block order"])
 def test_control_rows_show_a_wrong_send(mistake, monkeypatch):
     layout, ps = DcpLayout(2, 16), 16
-    plan = ours.plan_pair
+    plan = common.plan_pair
 
     def wrong(src, dst, start, length):
         if mistake == "owner flip":
@@ -128,7 +128,7 @@ def test_control_rows_show_a_wrong_send(mistake, monkeypatch):
             found = found._replace(src_row=found.src_row[::-1])
         return found
 
-    monkeypatch.setattr(ours, "plan_pair", wrong)
+    monkeypatch.setattr(common, "plan_pair", wrong)
     prefill, peers = Prefill(CopyEngine(), 40, ps), peers_of(layout, ps)
     verdicts, want = run_request(prefill, peers, Request(4 * layout.cycle, 0, 2 * layout.cycle), room=1)
     assert succeeded(verdicts), "the status says nothing: only the rows can tell"
@@ -498,7 +498,7 @@ def bootstrap(monkeypatch):
     servers = []
 
     def start(with_plugin: bool, prefill: DcpLayout = NO_DCP, page_size: int = 64) -> str:
-        monkeypatch.setattr(ours, "_launched", lambda: wire.capability(prefill, page_size))
+        monkeypatch.setattr(common, "_launched", lambda: wire.capability(prefill, page_size))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -526,7 +526,7 @@ def ask(decode: Decode, address: str, original, block_size: int = 64) -> bool:
     from sglang_dcp_block import runtime
 
     runtime._layout = DcpLayout(2, block_size)
-    return ours.try_ensure_parallel_info(original, decode, address)
+    return common.try_ensure_parallel_info(original, decode, address)
 
 
 def takes(decode: Decode, tp_size: int = 1, cp_size: int = 1, sharding: bool = False):
@@ -726,5 +726,9 @@ def test_every_hook_ran():
     assert succeeded(run_request(prefill, peers, Request(77), room=1)[0])
     # Called directly above; by a launcher, in test_engines.py; by senders, in test_any_pair.py.
     elsewhere = ("try_ensure_parallel_info", "start_disagg_service", "pop_decode_prefix_len")
-    missing = [h.target for h in ours.MOONCAKE_HOOKS if not call_counts[h.target] and not h.target.endswith(elsewhere)]
+    missing = [
+        h.target
+        for h in [*common.COMMON_HOOKS, *ours.MOONCAKE_HOOKS]
+        if not call_counts[h.target] and not h.target.endswith(elsewhere)
+    ]
     assert not missing

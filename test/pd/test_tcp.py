@@ -16,6 +16,7 @@ from test_any_pair import Server
 from test_mooncake_hooks import Request, assert_failed, run_request, succeeded
 
 from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation import common
 from sglang_dcp_block.disaggregation import mooncake as ours
 
 pytest.importorskip("mooncake.engine", reason="Mooncake's wheel is not installed")
@@ -178,13 +179,13 @@ def test_a_long_request_stays_under_the_lanes_queue(decode_server):
 
 
 def test_control_a_destination_off_by_one_is_seen(decode_server, monkeypatch):
-    plan = ours.plan_pair
+    plan = common.plan_pair
 
     def wrong(*sides_and_span):
         found = plan(*sides_and_span)
         return found._replace(dst_row=found.dst_row + 1)
 
-    monkeypatch.setattr(ours, "plan_pair", wrong)
+    monkeypatch.setattr(common, "plan_pair", wrong)
     prefill, (peers, _) = prefill_server(40, 16), decode_server(DcpLayout(2, 16), 8, 16)
     verdicts, want = run_request(prefill, peers, Request(128), room=1)
     assert succeeded(verdicts)

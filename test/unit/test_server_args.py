@@ -109,7 +109,9 @@ ASKED: dict[str, tuple[dict, str]] = {
     "context-parallel": (dict(attn_cp_size=2), "use --attn-cp-size 1"),
     "data-parallel": (dict(dp_size=2), "--dp-size 2"),
     "pipeline-parallel": (dict(pp_size=2), "--pp-size 2"),
-    "pd-transfer-backend": (dict(disaggregation_mode="decode", disaggregation_transfer_backend="nixl"), "nixl"),
+    "pd-transfer-backend": (dict(disaggregation_mode="decode", disaggregation_transfer_backend="mori"), "mori"),
+    "nixl-missing": (dict(disaggregation_mode="decode", disaggregation_transfer_backend="nixl"), "pip install"),
+    "nixl-plugin": (dict(disaggregation_mode="prefill", disaggregation_transfer_backend="nixl"), "LIBFABRIC"),
     "platform": ({}, "cpu"),
     "speculative-decoding": (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm"),
     "decoupled-speculation": (dict(decoupled_spec_role="verifier"), "--decoupled-spec-role"),
@@ -199,6 +201,9 @@ def test_a_supported_launch_is_not_refused(on_cuda):
     assert server_args.refusals_for(launch(attention_backend="flashinfer", dcp_comm_backend="ag_rs")) == []
     for backend in server_args.TESTED_BACKENDS:
         assert server_args.refusals_for(launch(attention_backend=backend, attn_dp_size=2, dcp_size=4)) == []
+    for transfer in server_args.TESTED_TRANSFER_BACKENDS:
+        pd = dict(disaggregation_mode="decode", disaggregation_transfer_backend=transfer)
+        assert server_args.refusals_for(launch(**pd)) == []
 
 
 @pytest.mark.parametrize("id", ASKED)
@@ -206,6 +211,10 @@ def test_refusal(id, on_cuda, monkeypatch):
     if id == "platform":
         cpu = SimpleNamespace(is_cuda=lambda: False, device_name="cpu")
         monkeypatch.setattr(server_args, "_platform", lambda: cpu)
+    elif id == "nixl-missing":
+        monkeypatch.setattr(server_args.importlib.util, "find_spec", lambda name: None)
+    elif id == "nixl-plugin":
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC")
     changes, named = ASKED[id]
     messages = server_args.refusals_for(launch(**changes))
     (refusal,) = [r for r in REFUSALS if r.id == id]

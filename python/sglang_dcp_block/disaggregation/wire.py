@@ -18,7 +18,7 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 
 FRAME_VERSION = 2
 MAGIC = b"sglang-dcp-block"
-#: Frames of a stock registration message; ours follows.
+#: Frames of a stock registration message of Mooncake; ours follows.
 STOCK_FRAMES = 20
 #: GET on the prefill's bootstrap server; :func:`capability` makes the answer.
 ROUTE = "/dcp_block_capability"
@@ -49,9 +49,9 @@ def encode(geometry: KvGeometry) -> bytes:
     return b"%s %d %s" % (MAGIC, FRAME_VERSION, json.dumps(asdict(geometry)).encode())
 
 
-def find(message: Sequence[bytes]) -> bytes | None:
+def find(message: Sequence[bytes], stock_frames: int = STOCK_FRAMES) -> bytes | None:
     """Our frame in a registration message, None where the decode server sent none (it runs B = 1)."""
-    return next((frame for frame in message[STOCK_FRAMES:] if bytes(frame).startswith(MAGIC)), None)
+    return next((frame for frame in message[stock_frames:] if bytes(frame).startswith(MAGIC)), None)
 
 
 def decode(frame: bytes) -> KvGeometry:

@@ -106,6 +106,10 @@ def _flashinfer(name: str) -> Callable[[Any], Any]:
     return make
 
 
+def _host_memory(normalize: Any) -> Any:
+    return lambda kinds, expected_len: normalize(["DRAM"] * expected_len, expected_len)
+
+
 def _cpu_factories(torch_module: Any) -> Any:
     return importlib.import_module("sglang_dcp_block.testing.flashinfer_torch").CpuFactories(torch_module)
 
@@ -115,6 +119,7 @@ _STATE = "sglang.srt.distributed.parallel_state"
 _FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
 _FORWARD_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
 _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
+_NIXL = "sglang.srt.disaggregation.nixl.conn"
 
 SHIMS: tuple[Shim, ...] = (
     Shim(
@@ -216,6 +221,13 @@ SHIMS: tuple[Shim, ...] = (
         "MooncakeKVSender.supports_host_tensor_indices",
         _constant(False),
         "the true branch pins host memory and records CUDA events; SGLang has a synchronous one",
+    ),
+    Shim(
+        "disaggregation",
+        _NIXL,
+        "_normalize_kv_mem_kinds",
+        _host_memory,
+        "every pool is called device memory, and NIXL refuses to register that without a GPU",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""A real prefill and a real decode engine on the CPU test bed, with Mooncake over TCP on loopback between them.
+"""A real prefill and a real decode engine on the CPU test bed, with Mooncake over TCP or NIXL between them.
 
     case = PdCase(PREFILL, replace(DECODE, block=64), rounds=[Round(prompts=[[5, 6, 7]], new_tokens=8)])
     result = run_pd(case, workdir)
@@ -50,6 +50,7 @@ DECODE = EngineSpec(tp=2, dcp=2, block=64, page=64)
 _ENVIRONMENT = {
     "MC_FORCE_TCP": "1",
     "MOONCAKE_PROTOCOL": "tcp",
+    "UCX_MODULES": "^ib",  # UCX's InfiniBand module crashes a process at its end where there is no such card
     "SGLANG_HOST_IP": "127.0.0.1",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
@@ -61,7 +62,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d] %(levelname)s %(message)s"}},
     "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stderr"}},
     "root": {"level": "INFO", "handlers": ["console"]},
-    "loggers": {"sglang_dcp_block.disaggregation.mooncake": {"level": "DEBUG"}},
+    "loggers": {f"sglang_dcp_block.disaggregation.{backend}": {"level": "DEBUG"} for backend in ("mooncake", "nixl")},
 }
 _ROUND = re.compile(r"^ROUND \d+ .*$", re.M)
 _CHUNK = re.compile(r"kv_chunk session=(\S+) rank=(\d+) tokens=(\d+) segments=(\d+) bytes=(\d+) batches=(\d+)")
@@ -69,7 +70,7 @@ _CHUNK = re.compile(r"kv_chunk session=(\S+) rank=(\d+) tokens=(\d+) segments=(\
 
 @dataclass(frozen=True)
 class PdCase:
-    """env: of both engines. audit: record KV rows (see testing/probe.py) of both.
+    """env: of both engines. audit: record KV rows (see testing/probe.py) of both. transfer: SGLang's backend.
 
     A round whose name is in :data:`FAULTS` is sent with a broken plan; one that is called ABORT is aborted on the
     decode side when prefill has sent a part of it.
@@ -80,6 +81,7 @@ class PdCase:
     rounds: list[Round]
     env: dict[str, str] = field(default_factory=dict)
     audit: bool = True
+    transfer: str = "mooncake"
 
 
 @dataclass(frozen=True)
@@ -259,9 +261,9 @@ FAULTS: dict[str, Callable[..., Any]] = {
 
 def _break_plans(folder: Path) -> None:
     """Plans of this process's children follow the fault that the file names. Call before they are forked."""
-    from sglang_dcp_block.disaggregation import mooncake
+    from sglang_dcp_block.disaggregation import common
 
-    plan = mooncake.plan_pair
+    plan = common.plan_pair
 
     def broken(*sides_and_span: Any) -> Any:
         name = (folder / "fault").read_text()
@@ -271,7 +273,7 @@ def _break_plans(folder: Path) -> None:
         fault = FAULTS.get(name)
         return fault(plan, *sides_and_span) if fault else plan(*sides_and_span)
 
-    mooncake.plan_pair = broken  # type: ignore[assignment]
+    common.plan_pair = broken  # type: ignore[assignment]
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------
@@ -316,7 +318,7 @@ def main(role: str, folder_name: str) -> None:
         nccl_port=free_port(),
         sleep_on_idle=True,
         disaggregation_mode=role,
-        disaggregation_transfer_backend="mooncake",
+        disaggregation_transfer_backend=shared["case"]["transfer"],
         disaggregation_bootstrap_port=shared["bootstrap_port"],
     )
     answers = []
