@@ -170,6 +170,16 @@ def test_block_size_1_on_both_sides_is_sglangs(pairs, monkeypatch):
         assert type(sender.manager.decode_kv_args_table[peer.session].dst_dcp_size) is int
 
 
+def test_one_prefill_server_serves_sglangs_peers_and_ours():
+    prefill, stock, blocks = prefill_of(), peers_of(DcpLayout(2, 1)), peers_of(DcpLayout(2, 16))
+    for room, peers in enumerate((stock, blocks, stock), 1):
+        for peer in peers:
+            peer.clear()
+        verdicts, want = run_request(prefill, peers, Request(77, 0, 32), room, register=room < 3)
+        assert succeeded(verdicts), verdicts
+        assert_all_rows(peers, want)
+
+
 def forbidden(*_, **__):
     raise AssertionError("our plan was asked for")
 
