@@ -164,11 +164,12 @@ CONTROLS = [
 ]
 
 
-def case_of(name: str) -> PdCase:
+def case_of(name: str, transfer: str = "mooncake") -> PdCase:
     prefill, decode = CASES[name]
     # Pairs from DCP share one reference: the borders of blocks of 64 in cycles of 128, and longer ones.
     layout = DcpLayout(2, 64) if prefill.dcp > 1 else DcpLayout(decode.dcp, decode.block)
-    return PdCase(prefill, decode, sweep(layout) + CONTROLS * (name == BETWEEN_DCP), env=PATIENCE)
+    rounds = sweep(layout) + CONTROLS * (name == BETWEEN_DCP)
+    return PdCase(prefill, decode, rounds, env=PATIENCE, transfer=transfer)
 
 
 @pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -201,9 +202,10 @@ def test_pair_answers_like_one_engine(name, pair, single):
     assert "pack buffers allocated" not in result.log("prefill") or decode.block == 1
 
 
-def test_a_wrong_sender_and_an_abort_between_dcp_servers(pair, single):
+@pytest.mark.parametrize("transfer", ["mooncake", pytest.param("nixl", marks=pytest.mark.slow)])
+def test_a_wrong_sender_and_an_abort_between_dcp_servers(transfer, pair, single):
     """In the pair above: the audit sees senders that mix up their ranks, and nothing of an aborted request is left."""
-    case = case_of(BETWEEN_DCP)
+    case = case_of(BETWEEN_DCP, transfer)
     result = pair(case)
     flipped, aborted, clean = range(3, 6)
     expected, reference = single([CONTROLS[0], CONTROLS[2]], case.decode.page)
@@ -223,24 +225,18 @@ def test_a_wrong_sender_and_an_abort_between_dcp_servers(pair, single):
     assert_pool_is_clean(layout, result, clean, reference)
 
 
-NIXL_CASES = {
-    "no dcp to dcp 2, block 64": (replace(PREFILL, backend="flashinfer"), FAST),
-    "dcp 2 to dcp 4, other blocks, in chunks": CASES["dcp 2 to dcp 4, other blocks, in chunks"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NIXL_CASES)
+@pytest.mark.parametrize("name", ["dcp 2, block 64, FlashInfer", BETWEEN_DCP])
 def test_pair_over_nixl_answers_like_one_engine(name, pair, single):
     """NIXL's UCX in host memory instead of Mooncake; rows, tokens and logprobs are judged alike."""
-    prefill, decode = NIXL_CASES[name]
-    case = PdCase(prefill, decode, sweep(DcpLayout(2, 64)), env=PATIENCE, transfer="nixl")
+    case = case_of(name, "nixl")
     result = pair(case)
-    assert_pair_equals_single(case, result, single)
+    assert_pair_equals_single(case, result, case.rounds[:3], single)
     assert "NIXL KVManager initialized with backend: UCX" in result.log("prefill")
     assert "pack buffers allocated" not in result.log("prefill")
-    with pytest.raises(AssertionError):  # control: rows of another layout
-        assert_pair_equals_single(replace(case, decode=replace(decode, block=16)), result, single)
+    wrong = replace(case, decode=replace(case.decode, block=32))
+    with pytest.raises(AssertionError):
+        assert_pair_equals_single(wrong, result, case.rounds[:3], single)
 
 
 @pytest.mark.slow
