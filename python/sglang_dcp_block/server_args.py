@@ -22,7 +22,7 @@ FLAG = "--dcp-block-size"
 _ATTRIBUTE = "_dcp_block"
 
 #: Architectures whose KV this project has checked row by row under a block layout.
-TESTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+TESTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
 TESTED_BACKENDS = ("flashinfer", "triton")
 TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
 #: What "auto" may become: the checkpoint decides, and only the pool knows.
@@ -286,7 +286,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "model-untested",
-        "MLA architectures other than DeepSeek-V2/V3 (Kimi-K2 is one of these)",
+        "MLA architectures other than DeepSeek-V2/V3 (Kimi-K2 is one of these) and Kimi-K2.5",
         lambda launch: _is_mla(launch) and _architecture(launch) not in TESTED_ARCHITECTURES,
         f"{FLAG} {{B}} is not tested with {{arch}} (tested: {', '.join(TESTED_ARCHITECTURES)}): drop {FLAG}.",
         lambda launch: {"arch": _architecture(launch)},

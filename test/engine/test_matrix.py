@@ -29,6 +29,7 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.plugin import HOOKS
 from sglang_dcp_block.testing.audit import Reference, audit_pools, audit_requests, load_pools, load_requests
 from sglang_dcp_block.testing.engine import REFERENCE, CaseResult, EngineSpec, Round, differences
+from sglang_dcp_block.testing.tiny_model import KIMI_K25
 
 LOGPROB_TOLERANCE = 1e-3
 PAGE = 64
@@ -154,6 +155,9 @@ HUGE = [
     Round([prompt(4090), prompt(1020)], 12, "fill"),
     Round([prompt(4090)[:4000] + [7] * 30, prompt(2047)], 4, "extend"),
 ]
+KIMI = {"architecture": KIMI_K25}
+#: Or SGLang asks for an image processor, which the checkpoint doesn't have.
+TEXT_ONLY = {"enable_multimodal": False}
 _ONE_SHOT = {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "1"}
 # 3 requests share the capacity: chunks of 64 tokens.
 _CHUNKED_KV = {**_ONE_SHOT, "SGLANG_MAX_KV_CHUNK_CAPACITY": "192"}
@@ -248,6 +252,15 @@ SCENARIOS = [
         dcp(2, 16, "triton", tp=4, extra=FEW_SPLITS | {"attn_dp_size": 2}, cold=True),
         GROUPS,
         lambda r: [a.cached > 0 for a in r.answers[1]] == [True, True],
+        slow=True,
+    ),
+    # The language model is DeepSeek-V3's, its weights are the reference's.
+    Scenario("kimi-k2.5", dcp(2, 16, "flashinfer", chunked=80, extra=TEXT_ONLY, **KIMI), PREFIXES, _cached),
+    Scenario(
+        "kimi-k2.5-triton",
+        dcp(2, 16, "triton", chunked=80, extra=TEXT_ONLY | FEW_SPLITS, **KIMI),
+        PREFIXES,
+        _cached,
         slow=True,
     ),
     Scenario("tp-beyond-dcp", dcp(2, 16, "triton", tp=4), PREFIXES, _cached),

@@ -20,7 +20,7 @@ from sglang_dcp_block.testing.audit import (
     load_pools,
     load_requests,
 )
-from sglang_dcp_block.testing.engine import REFERENCE, Case, CaseResult, EngineSpec, Round, differences, run
+from sglang_dcp_block.testing.engine import REFERENCE, Answer, Case, CaseResult, EngineSpec, Round, differences, run
 from sglang_dcp_block.testing.pd import ABORT, DECODE, FAULTS, PREFILL, PdCase, PdResult, run_pd, run_pd_demo
 
 pytestmark = pytest.mark.engine
@@ -40,6 +40,34 @@ def sweep(layout: DcpLayout) -> list[Round]:
     lengths = sorted({1, b - 1, b, b + 1, cycle - 1, cycle, cycle + 1, 2 * cycle, 333, 400} - {0})
     first = Round(prompts(lengths, 1), 6, "first")
     return [first, replace(first, name="again"), Round(prompts([40 + 17 * i for i in range(16)], 2), 4, "sixteen")]
+
+
+def cuts(known: list[int], decode: EngineSpec, prefill: EngineSpec) -> Round:
+    """A prompt that decode has cached, left at and beside the edges of both servers, and whole pages of it alone."""
+    edges: set[int] = set()
+    for spec in (decode, prefill):
+        layout = DcpLayout(spec.dcp, spec.block)
+        page = layout.virtual_page_size(spec.page)
+        edges |= {layout.block_size, layout.block_size * 3 // 2, page, page + layout.block_size // 2, 2 * page}
+    at = sorted({edge + i for edge in edges for i in (-1, 0, 1) if 0 < edge + i < len(known)})
+    page = DcpLayout(decode.dcp, decode.block).virtual_page_size(decode.page)
+    whole = [known[: n * page] for n in (1, 2, len(known) // page)]
+    return Round([known[:n] + prompts([5], n)[0] for n in at] + whole, 3, "cuts")
+
+
+def decode_hits(rounds: list[Round], answers: list[list[Answer]], page: int) -> list[list[int]]:
+    """Tokens that each request finds cached at decode: whole virtual pages of an earlier round's requests."""
+    known: list[list[int]] = []
+    hits = []
+    for one, replies in zip(rounds, answers, strict=True):
+        hits.append([max((common(p, k) for k in known), default=0) // page * page for p in one.prompts])
+        sequences = [p + reply.tokens[:-1] for p, reply in zip(one.prompts, replies, strict=True)]
+        known += [s[: len(s) // page * page] for s in sequences]
+    return hits
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @pytest.fixture(scope="session")
@@ -100,18 +128,25 @@ def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round
     ours = (case.prefill.block, case.decode.block) != (1, 1)  # SGLang's own send writes no line per chunk
     copies = case.decode.tp // case.decode.dcp
     expected, reference = single(rounds, case.decode.page)
+    hits = [[0] * len(one.prompts) for one in rounds]
+    if keeps_radix_cache(case.decode):
+        hits = decode_hits(rounds, expected.answers, layout.virtual_page_size(case.decode.page))
+        assert any(hits[1]) and any(hits[-1])
     for number, one in enumerate(rounds):
         answers = result.answers[number]
         assert not [a for a in answers if isinstance(a, str)], answers
         assert not differences(answers, expected.answers[number], LOGPROB_TOLERANCE), one.name
         sent = result.chunks[number]
         if ours:
-            tokens = copies * sum(map(len, one.prompts))
-            assert sum(c.tokens for c in sent) == tokens
+            tokens = copies * (sum(map(len, one.prompts)) - sum(hits[number]))
+            assert sum(c.tokens for c in sent) == case.prefill.pp * tokens
             assert sum(c.bytes for c in sent) == tokens * LAYERS * ROW_BYTES
         assert_pool_is_clean(layout, result, number, reference)
-    report = audit_requests(layout, records_of("decode", result, rounds), reference)
-    assert report.ok, report
+    records = records_of("decode", result, rounds)
+    assert (report := audit_requests(layout, records, reference)).ok, report
+    if layout.dcp_size > 1:
+        wrong = DcpLayout(layout.dcp_size, 3 * layout.block_size)
+        assert not audit_requests(wrong, records, reference).ok, "the audit accepts a wrong layout"
 
 
 def assert_pool_is_clean(layout: DcpLayout, result: PdResult, number: int, reference: Reference) -> None:
@@ -120,13 +155,21 @@ def assert_pool_is_clean(layout: DcpLayout, result: PdResult, number: int, refer
     assert not pools.mismatches and not pools.written and not pools.complaints, pools
 
 
+def keeps_radix_cache(decode: EngineSpec) -> bool:
+    return "disaggregation_decode_enable_radix_cache" in decode.extra
+
+
 #: Prefill on a busy machine takes longer than decode waits by default.
 PATIENCE = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "240", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "240"}
 #: FlashInfer's stand-in is plain torch, far faster here than Triton's interpreter.
 FAST = replace(DECODE, backend="flashinfer")
+RADIX = {"disaggregation_decode_enable_radix_cache": True}
+#: What decode has cached ends in the middle of a prefill page.
+KEPT = "dcp 2, block 64, prefill in chunks and large pages, decode keeps a radix cache"
 BETWEEN_DCP = "dcp 2 to dcp 4, other blocks, in chunks"
 CASES = {
     "dcp 2, block 64, prefill in chunks": (replace(PREFILL, chunked=128), DECODE),
+    KEPT: (replace(PREFILL, page=256, chunked=256), replace(DECODE, extra=RADIX)),
     "dcp 2, block 64, FlashInfer": (PREFILL, replace(DECODE, backend="flashinfer", comm="a2a")),
     "dcp 2, block 16 in pages of 64": (PREFILL, replace(DECODE, block=16)),
     "dcp 2, block 16 in pages of 16, in chunks": (
@@ -147,14 +190,14 @@ CASES = {
     "dcp 4 to dcp 2": (replace(FAST, tp=4, dcp=4, block=16), FAST),
     "two groups of dcp 2 to dcp 2": (replace(FAST, tp=4, block=16), FAST),
     "token round-robin to blocks": (replace(FAST, block=1), replace(FAST, block=64)),
+    "two pipeline stages to dcp 2, in chunks": (replace(PREFILL, backend="flashinfer", pp=2, chunked=128), FAST),
     "blocks of several pages to other blocks": (replace(FAST, block=192), replace(FAST, block=128, page=16)),
     "dcp 2 to no dcp, decode keeps a radix cache in small pages": (
         FAST,
-        replace(PREFILL, backend="flashinfer", page=16, extra={"disaggregation_decode_enable_radix_cache": True}),
+        replace(PREFILL, backend="flashinfer", page=16, extra=RADIX),
     ),
-    "decode keeps a radix cache": (PREFILL, replace(DECODE, extra={"disaggregation_decode_enable_radix_cache": True})),
 }
-IN_CI = {"dcp 2, block 64, prefill in chunks", BETWEEN_DCP}
+IN_CI = {KEPT, BETWEEN_DCP}
 #: What a pair between DCP servers goes through after its sweep. 700 tokens are 3 virtual pages of 4 ranks, 9 of the 16
 #: in decode's pool for three requests: those after the abort get pages of those before it.
 CONTROLS = [
@@ -169,6 +212,8 @@ def case_of(name: str, transfer: str = "mooncake") -> PdCase:
     # Pairs from DCP share one reference: the borders of blocks of 64 in cycles of 128, and longer ones.
     layout = DcpLayout(2, 64) if prefill.dcp > 1 else DcpLayout(decode.dcp, decode.block)
     rounds = sweep(layout) + CONTROLS * (name == BETWEEN_DCP)
+    if keeps_radix_cache(decode):
+        rounds.append(cuts(rounds[0].prompts[-1], decode, prefill))
     return PdCase(prefill, decode, rounds, env=PATIENCE, transfer=transfer)
 
 
@@ -177,28 +222,16 @@ def test_pair_answers_like_one_engine(name, pair, single):
     case = case_of(name)
     prefill, decode = case.prefill, case.decode
     result = pair(case)
-    same = (prefill.dcp, prefill.block) == (decode.dcp, decode.block)
-    if decode.extra or same:
-        # What is sent differs from one request to the next here; where it ends up doesn't.
+    if (prefill.dcp, prefill.block) == (decode.dcp, decode.block):
         expected, reference = single(case.rounds, decode.page)
         for number in range(len(case.rounds)):
             assert not differences(result.answers[number], expected.answers[number], LOGPROB_TOLERANCE)
-        layout = DcpLayout(decode.dcp, decode.block)
-        report = audit_requests(layout, load_requests(result.audit["decode"]), reference)
-        assert report.ok, report
-        if decode.dcp > 1:
-            wrong = DcpLayout(decode.dcp, 16)
-            assert not audit_requests(wrong, load_requests(result.audit["decode"]), reference).ok
-        if same:
-            assert not any(result.chunks), "rank to rank goes through SGLang's page copy"
-        else:
-            assert any(a.cached >= layout.virtual_page_size(decode.page) for a in result.answers[1]), (
-                "decode's cache was hit"
-            )
-            sent, sent_again = (sum(c.tokens for c in result.chunks[number]) for number in (0, 1))
-            assert sent_again < sent, "what decode had was sent again"
+        records = load_requests(result.audit["decode"])
+        assert (report := audit_requests(DcpLayout(decode.dcp, decode.block), records, reference)).ok, report
+        assert not audit_requests(DcpLayout(decode.dcp, 16), records, reference).ok
+        assert not any(result.chunks), "rank to rank goes through SGLang's page copy"
         return
-    assert_pair_equals_single(case, result, case.rounds[:3], single)
+    assert_pair_equals_single(case, result, [one for one in case.rounds if one not in CONTROLS], single)
     assert "pack buffers allocated" not in result.log("prefill") or decode.block == 1
 
 
