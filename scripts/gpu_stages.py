@@ -471,7 +471,7 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
         for line in (entry.get("audit") or {}).get("complaints", [])[:2]:
             console.print(f"  {name} audit: {line}")
         if entry["failure"]:
-            console.print(f"  {name}: {entry['failure'][-1500:]}", markup=False)
+            console.print(f"  {name}: {entry['failure'][:1500]}", markup=False)
 
 
 def _by_cell(title: str, rows: list[dict[str, Any]], name: Callable[[dict], str], cell: Callable[[dict], str]) -> Table:
@@ -506,7 +506,7 @@ def _show_speed(found: dict[str, Any], console: Console) -> None:
 
 def _show_failures(found: dict[str, Any], console: Console) -> None:
     for name, text in found["failed"].items():
-        console.print(f"  {name} FAILED: {text[-1500:]}", markup=False)
+        console.print(f"  {name} FAILED: {text[:1500]}", markup=False)
 
 
 def _show_soak(found: dict[str, Any], console: Console) -> None:
