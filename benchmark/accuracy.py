@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import gpu_run  # noqa: E402
 from tiny_math import problems  # noqa: E402  (the generator lives beside the trainer, outside the package)
 from tiny_math.pad import write_padded  # noqa: E402
 from tiny_math.tokenizer import BOS, EOS, Tokenizer  # noqa: E402
@@ -435,6 +436,7 @@ def timed_answers(
 
 def write_record(arguments, quizzes: Sequence[Quiz], rows: list[dict[str, Any]], answers: dict[str, list]) -> None:
     record = {
+        "environment": gpu_run.environment(),
         "device": arguments.device,
         "dtype": arguments.dtype,
         "one_gpu": arguments.one_gpu,
