@@ -23,9 +23,8 @@ import numpy as np
 import torch
 import triton
 
-from sglang_dcp_block.attention import triton_mla
+from sglang_dcp_block.attention import partials, triton_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
-from sglang_dcp_block.attention.mla_decode import mla_decode
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.mem_cache.kv_write import write_mla_kv
@@ -148,9 +147,10 @@ def make_batch(
 
 
 @contextmanager
-def as_rank(layout: DcpLayout, rank: int):
-    """Hooked code below believes it is ``rank`` of a group with ``layout``."""
+def as_rank(layout: DcpLayout, rank: int, how: str = "a2a"):
+    """Hooked code below believes it is ``rank`` of a group with ``layout`` that merges by ``how``."""
     with (
+        mock.patch.object(partials, "comm_backend", lambda: how),
         mock.patch.object(triton_mla, "active_layout", lambda: layout),
         mock.patch.object(triton_mla, "active_rank", lambda: rank),
     ):
@@ -258,9 +258,10 @@ class TritonRank:
         )
 
     def index(self, req_rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Build this step's indices in place; returns the local lengths."""
+        """Build this step's indices and plan in place; returns the local lengths."""
         with as_rank(self.layout, self.rank):
             *_, local = triton_mla.shard_kv_indices(self, req_rows, seq_lens, self.kv_indptr, self.kv_indices)
+        triton_mla.plan_decode(lambda *_: None, self, self.forward_metadata.num_kv_splits, local)
         return local
 
     def split(self, local_lens: torch.Tensor) -> None:
@@ -271,6 +272,7 @@ class TritonRank:
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         seq_lens: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        how: str = "a2a",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, H, 576) queries -> out (n, H, 512), lse (n, H), natural log. new: (loc, k, k_rope) to write first.
 
@@ -282,7 +284,7 @@ class TritonRank:
         write = lambda backend, layer, _batch, k, k_rope: backend.token_to_kv_pool.set_mla_kv_buffer(  # noqa: E731
             layer, SimpleNamespace(loc=new[0]), k, k_rope
         )
-        with as_rank(self.layout, self.rank), mock.patch.object(triton_mla, "_write_kv", write):
+        with as_rank(self.layout, self.rank, how), mock.patch.object(triton_mla, "_write_kv", write):
             out, lse = triton_mla.forward_decode(
                 None, self, q_nope, k, k, MlaLayer(self.heads), batch, q_rope=q_rope, k_rope=k_rope
             )
@@ -294,31 +296,15 @@ def triton_rank(batch: Batch, rank: int, heads: int, context: int | None = None)
     return TritonRank(batch.layout, rank, batch.pools[rank], batch.table, heads, context)
 
 
-def triton_partials(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's (out, lse), stacked: (P, n, H, 512), (P, n, H)."""
+def triton_partials(batch: Batch, q: torch.Tensor, how: str = "a2a") -> tuple[torch.Tensor, torch.Tensor]:
+    """Every rank's (out, lse) for the merge ``how``, stacked: (P, n, H, 512), (P, n, H)."""
     parts = []
     for rank in batch.ranks:
         backend = triton_rank(batch, rank, q.shape[1])
         backend.split(backend.index(batch.req_rows, batch.seq_lens))
-        parts.append(backend.attend(q, batch.seq_lens))
+        parts.append(backend.attend(q, batch.seq_lens, how=how))
         del backend
     return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
-
-
-def triton_partials_float32(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`triton_partials`, but what the ranks hand to the merge isn't rounded to q's dtype."""
-    n, heads = q.shape[:2]
-    outs = torch.full((batch.layout.dcp_size, n, heads, LORA), math.nan, dtype=torch.float32, device=DEVICE)
-    lses = torch.full((batch.layout.dcp_size, n, heads), math.nan, device=DEVICE)
-    for rank in batch.ranks:
-        backend = triton_rank(batch, rank, heads)
-        backend.index(batch.req_rows, batch.seq_lens)
-        meta = backend.forward_metadata
-        mla_decode(
-            q[..., :LORA], q[..., LORA:], batch.pools[rank], meta.kv_indices, backend.dcp_block_plan, SCALE,
-            meta.attn_logits, meta.attn_lse, outs[rank], lses[rank], run=batch.layout.block_size,
-        )  # fmt: skip
-    return outs, lses
 
 
 def shard_rows(
@@ -375,20 +361,24 @@ def flashinfer_partials(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor, base_e: bool, how: str = "a2a") -> torch.Tensor:
-    """SGLang's merge of all ranks' partial results -> (n, H, 512) in outs' dtype.
+    """All ranks' partial results merged as an engine does -> (n, H, 512) in the working dtype.
 
     how: "a2a" (the combine kernel after the all-to-all) or "ag_rs" (each rank's correction, summed in float32).
     """
     from sglang.kernels.ops.attention.dcp_kernels import CPTritonContext, correct_attn_out, dcp_lse_combine_triton
 
     if how == "a2a":
-        return dcp_lse_combine_triton(outs, lses, is_lse_base_on_e=base_e)[0]
-    total = 0.0
-    for rank in range(outs.shape[0]):
-        scaled = torch.empty(outs[rank].transpose(0, 1).shape, dtype=torch.float32, device=DEVICE)
-        correct_attn_out(outs[rank], lses, rank, CPTritonContext(), scaled, is_lse_base_on_e=base_e)
-        total = total + scaled
-    return total.transpose(0, 1).to(outs.dtype)
+        return partials.lse_combine(dcp_lse_combine_triton, outs, lses, base_e)[0]
+
+    def gather_and_scatter(_out: torch.Tensor) -> torch.Tensor:
+        total = 0.0
+        for rank in range(outs.shape[0]):
+            scaled = torch.empty(outs[rank].transpose(0, 1).shape, dtype=torch.float32, device=DEVICE)
+            correct_attn_out(outs[rank], lses, rank, CPTritonContext(), scaled, is_lse_base_on_e=base_e)
+            total = total + scaled
+        return total.transpose(0, 1).to(outs.dtype)
+
+    return partials.gather_lse_reduce_scatter(gather_and_scatter, outs)
 
 
 # -- references --------------------------------------------------------------------------------------------------------

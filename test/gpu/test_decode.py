@@ -1,7 +1,8 @@
 """MLA decode over the shards of all ranks, merged, against float64 attention over the same KV.
 
 The yardstick is SGLang's own DCP1 decode of the same requests at the same dtype in the same run: its error against
-float64 is what a dtype costs, and the sharded decode may cost little more (one rounding of the partial results).
+float64 is what a dtype costs. With the Triton backend a sharded decode costs no more; with FlashInfer it rounds the
+partial results once more.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 
 ON_GPU = DEVICE.type == "cuda"
 
-#: Rounding partial results to the working dtype before the merge adds an error of the size of the two that DCP1 has
-#: (softmax weights, result): sqrt(3 / 2), and some room for the worst row of some thousand.
-ALLOWED = 1.35
+#: Times stock's error. Rounding partial results to the working dtype before the merge adds an error of the size of the
+#: two that DCP1 has (softmax weights, result): sqrt(3 / 2), and some room for the worst row of some thousand.
+ALLOWED = {"triton": 1.05, "flashinfer": 1.35}
 
 
 class Cell(NamedTuple):
@@ -59,10 +60,10 @@ def needs_gpu(cell: Cell) -> list:
 every_cell = pytest.mark.parametrize("cell", [pytest.param(c, marks=needs_gpu(c), id=str(c)) for c in cells()])
 
 
-def partials(cell: Cell, batch: kit.Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def partials(cell: Cell, batch: kit.Batch, q: torch.Tensor, how: str = "a2a") -> tuple[torch.Tensor, torch.Tensor]:
     if cell.backend == "flashinfer":
         return kit.flashinfer_partials(batch, q)
-    return kit.triton_partials(batch, q)
+    return kit.triton_partials(batch, q, how)
 
 
 @every_cell
@@ -72,9 +73,11 @@ def test_merged_decode_is_as_exact_as_stock_dcp1(cell: Cell, report) -> None:
     q = kit.random_q(len(lens), cell.heads, seed=cell.block)
     want, want_lse = kit.attention_f64(q, batch.kv)
     stock = kit.difference(kit.stock_decode(kit.single(batch), q, cell.backend), want)
-    outs, lses = partials(cell, batch, q)
     base_e = cell.backend == "triton"
-    errors = {how: kit.difference(kit.merge(outs, lses, base_e, how), want) for how in ("a2a", "ag_rs")}
+    errors = {}
+    for how in ("ag_rs", "a2a"):
+        outs, lses = partials(cell, batch, q, how)
+        errors[how] = kit.difference(kit.merge(outs, lses, base_e, how), want)
 
     scale = 1.0 if base_e else kit.LN2
     lse_error = float((torch.logsumexp(lses.double() * scale, dim=0) - want_lse).abs().max())
@@ -87,7 +90,7 @@ def test_merged_decode_is_as_exact_as_stock_dcp1(cell: Cell, report) -> None:
         lse_error=lse_error,
     )
     for how, error in errors.items():
-        assert error.worst <= ALLOWED * stock.worst, f"{how}: {error}, stock DCP1: {stock}"
+        assert error.worst <= ALLOWED[cell.backend] * stock.worst, f"{how}: {error}, stock DCP1: {stock}"
     assert lse_error < (0.3 if cell.dtype == kit.FP8 else 0.02)
 
     empty = torch.tensor([[cell.layout.local_len(n, r) == 0 for n in lens] for r in batch.ranks], device=DEVICE)
@@ -95,32 +98,33 @@ def test_merged_decode_is_as_exact_as_stock_dcp1(cell: Cell, report) -> None:
     assert not outs.isnan().any() and not lses.isnan().any()
 
 
-@pytest.mark.parametrize(
-    "layout", [DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1)] if ON_GPU else [DcpLayout(2, 4)], ids=str
-)
-def test_what_rounding_before_the_merge_costs(layout: DcpLayout, report) -> None:
-    """With float32 partial results the error is that of stock DCP1: the rounding is all that a sharded decode adds."""
-    lens = kit.lengths_around(layout, 131072 if ON_GPU else 60)
-    batch = kit.make_batch(layout, lens, page_size=64 if ON_GPU else 4, seed=layout.dcp_size)
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("layout", [DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1)], ids=str)
+def test_partial_results_lose_nothing_before_the_merge(layout: DcpLayout, report) -> None:
+    """The error is that of stock DCP1 with both merges. The control: partial results rounded to bfloat16."""
+    lens = kit.lengths_around(layout, 131072)
+    batch = kit.make_batch(layout, lens, page_size=64, seed=layout.dcp_size)
     q = kit.random_q(len(lens), 16 * layout.dcp_size, seed=3)
     want, _ = kit.attention_f64(q, batch.kv)
     stock = kit.difference(kit.stock_decode(kit.single(batch), q, "triton"), want)
-    rounded = kit.difference(kit.merge(*kit.triton_partials(batch, q), base_e=True), want)
-    exact = {
-        how: kit.difference(kit.merge(*kit.triton_partials_float32(batch, q), base_e=True, how=how).to(q.dtype), want)
-        for how in ("a2a", "ag_rs")
-    }
+    errors = {}
+    for how in ("ag_rs", "a2a"):
+        outs, lses = kit.triton_partials(batch, q, how)
+        assert outs.dtype == {"ag_rs": torch.float32, "a2a": torch.float16}[how]
+        errors[how] = kit.difference(kit.merge(outs, lses, base_e=True, how=how), want)
+    rounded = kit.difference(kit.merge(outs.to(kit.WORK), lses, base_e=True), want)
     report(
         layout=str(layout),
         stock_worst=stock.worst,
+        stock_mean=stock.mean,
         rounded_worst=rounded.worst,
         rounded_mean=rounded.mean,
-        stock_mean=stock.mean,
-        **{f"{how}_worst": e.worst for how, e in exact.items()},
-        **{f"{how}_mean": e.mean for how, e in exact.items()},
+        **{f"{how}_worst": e.worst for how, e in errors.items()},
+        **{f"{how}_mean": e.mean for how, e in errors.items()},
     )
-    for error in exact.values():
-        assert error.worst <= 1.05 * stock.worst and error.mean <= 1.02 * stock.mean
+    for how, error in errors.items():
+        assert error.worst <= 1.05 * stock.worst and error.mean <= 1.02 * stock.mean, (how, error, stock)
+    assert rounded.mean > 1.05 * max(e.mean for e in errors.values())
 
 
 @every_cell

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_dcp_block.attention.mla_decode import mla_decode, plan_pieces, plan_size, worker_count
+from sglang_dcp_block.attention.partials import partial_dtype
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.runtime import active_layout, active_rank
 
@@ -51,26 +52,31 @@ def shard_kv_indices(
     kernels.shard_rows_from_table(
         backend.req_to_token, req_pool_indices, local_lens, kv_indptr, kv_indices, layout, rank, starts=kv_start_idx
     )
-    _plan_decode(backend, kv_indptr)
+    backend.dcp_block_plan = None  # the plan, if any, is of other rows
     return kv_indptr, kv_indices, local_lens
 
 
-def _plan_decode(backend: Any, kv_indptr: torch.Tensor) -> None:
+def plan_decode(
+    original: Any, backend: Any, num_kv_splits: torch.Tensor, seq_lens: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
     """Cut this step's rows into the pieces that the layers of :func:`forward_decode` share.
 
-    SGLang builds indices before every eager step, capture and replay, so a graph that holds the plan's address finds
-    the plan of its step there.
+    Around ``TritonAttnBackend.get_num_kv_splits``, which SGLang calls with (n,) lengths once the indices of a decode
+    step are built, before every eager step, capture and replay, and not on extend steps. So a graph that holds the
+    plan's address finds the plan of its step there.
     """
-    n = kv_indptr.numel() - 1
-    backend.dcp_block_plan = None
+    original(backend, num_kv_splits, seq_lens, *args, **kwargs)
+    n = seq_lens.numel()
     if n == 0 or not backend.use_mla:
         return
+    kv_indptr = backend.kv_indptr
     workers = worker_count(kv_indptr.device, backend.num_head, backend.token_to_kv_pool.dtype)
     if not hasattr(backend, "dcp_block_plan_buffer"):
         # One buffer for all batch sizes: CUDA graphs keep its address.
-        size = plan_size(backend.kv_indptr.numel() - 1, workers)
+        size = plan_size(kv_indptr.numel() - 1, workers)
         backend.dcp_block_plan_buffer = torch.empty(size, dtype=torch.int32, device=kv_indptr.device)
-    backend.dcp_block_plan = plan_pieces(kv_indptr, workers, n * backend.max_kv_splits, backend.dcp_block_plan_buffer)
+    slots = n * backend.max_kv_splits
+    backend.dcp_block_plan = plan_pieces(kv_indptr[: n + 1], workers, slots, backend.dcp_block_plan_buffer)
 
 
 def lse_is_base_e(original: Any, attention_backend: str | None) -> bool:
@@ -105,8 +111,8 @@ def forward_decode(
         k: (n, 1, kv_lora_rank) and k_rope: (n, 1, rope), this step's rows, written by their owner.
 
     Returns:
-        out (n, H * kv_lora_rank) in q's dtype and the natural-log LSE (n, H) float32. A request with no row on this
-        rank gives out = 0 and lse = -inf.
+        out (n, H * kv_lora_rank), in the dtype that goes to the merge, and the natural-log LSE (n, H) float32. A
+        request with no row on this rank gives out = 0 and lse = -inf.
     """
     if not _is_mla(q_rope, layer):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -115,7 +121,7 @@ def forward_decode(
         _write_kv(backend, layer, forward_batch, k, k_rope)
     heads = layer.tp_q_head_num
     q_nope, q_rope = q.view(-1, heads, layer.v_head_dim), q_rope.reshape(q.shape[0], heads, -1)
-    out = torch.empty(q_nope.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q_nope.shape, dtype=partial_dtype(q.dtype), device=q.device)
     lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q.device)
     meta = backend.forward_metadata
     mla_decode(

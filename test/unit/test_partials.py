@@ -1,0 +1,86 @@
+"""Partial results of the Triton backend on their way through SGLang's merges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sglang_dcp_block.attention import partials
+
+
+@pytest.fixture
+def merge_by(monkeypatch):
+    monkeypatch.setattr(partials, "_model_dtype", None)
+    return lambda how: monkeypatch.setattr(partials, "comm_backend", lambda: how)
+
+
+@pytest.mark.parametrize(
+    ("how", "model", "want"),
+    [
+        ("a2a", torch.bfloat16, torch.float16),
+        ("a2a", torch.float16, torch.float16),
+        ("a2a", torch.float32, torch.float32),
+        ("ag_rs", torch.bfloat16, torch.float32),
+        ("ag_rs", torch.float16, torch.float32),
+    ],
+)
+def test_dtype_of_partial_results(merge_by, how: str, model: torch.dtype, want: torch.dtype) -> None:
+    merge_by(how)
+    assert partials.partial_dtype(model) == want
+
+
+def test_nothing_changes_where_nothing_is_merged(merge_by, monkeypatch) -> None:
+    from sglang.srt.layers import logits_processor
+
+    merge_by("a2a")
+    monkeypatch.setattr(logits_processor, "get_in_autotune_dummy_run", lambda: True)
+    assert partials.partial_dtype(torch.bfloat16) == torch.bfloat16
+
+
+def unreachable(*_args, **_kwargs):
+    raise AssertionError("SGLang's own merge was called")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_combine_against_float64(merge_by, monkeypatch, ranks: int) -> None:
+    gen = torch.Generator().manual_seed(ranks)
+    n, heads, dim = 4, 3, 64
+    # As they arrive from the all-to-all: a slice of a wider buffer.
+    parts = torch.randn(ranks, n, heads, dim + 2, generator=gen).half()[..., :dim]
+    lses = torch.randn(ranks, n, heads, generator=gen) * 5
+    parts[0, 1], lses[0, 1] = 0, -math.inf  # an empty shard
+    parts[:, 3], lses[:, 3] = 0, -math.inf  # a padding row
+    monkeypatch.setattr(partials, "_model_dtype", torch.float32)
+    got, lse = partials.lse_combine(unreachable, parts, lses, is_lse_base_on_e=True)
+    weight = torch.softmax(lses[:, :3].double(), dim=0)
+    want = (weight[..., None] * parts[:, :3].double()).sum(0)
+    assert lse is None and got.dtype == torch.float32
+    torch.testing.assert_close(got[:3].double(), want, rtol=1e-5, atol=1e-6)
+    assert (got[3] == 0).all()
+    base_2 = torch.softmax(lses[:, :3].double() * math.log(2), dim=0)
+    assert not torch.allclose(got[:3].double(), (base_2[..., None] * parts[:, :3].double()).sum(0), rtol=1e-2)
+
+
+def test_partial_results_in_the_models_dtype_are_sglangs(merge_by, monkeypatch) -> None:
+    monkeypatch.setattr(partials, "_model_dtype", torch.float32)
+    parts, lses = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1)
+    assert partials.lse_combine(lambda *args: args, parts, lses) == (parts, lses, True, False)
+
+
+def test_combine_refuses_what_it_does_not_compute(merge_by, monkeypatch) -> None:
+    monkeypatch.setattr(partials, "_model_dtype", torch.bfloat16)
+    parts, lses = torch.zeros(2, 1, 1, 4).half(), torch.zeros(2, 1, 1)
+    for wrong in ({"is_lse_base_on_e": False}, {"return_lse": True}):
+        with pytest.raises(NotImplementedError, match="natural-log LSE"):
+            partials.lse_combine(unreachable, parts, lses, **wrong)
+
+
+def test_reduce_scatter_ends_in_the_models_dtype(merge_by) -> None:
+    part, group = torch.ones(2, 3), object()
+    assert partials.gather_lse_reduce_scatter(lambda out, _lse, _group: out * 2, part, None, group).dtype == part.dtype
+    merge_by("ag_rs")
+    partials.partial_dtype(torch.bfloat16)
+    merged = partials.gather_lse_reduce_scatter(lambda out, _lse, _group: out * 2, part, None, group)
+    assert merged.dtype == torch.bfloat16 and (merged == 2).all()
