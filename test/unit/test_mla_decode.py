@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from sglang_dcp_block.attention import mla_decode as mla_decode_module
+from sglang_dcp_block.attention import triton_mla
 from sglang_dcp_block.attention.mla_decode import PIECE_ROWS, mla_decode, plan_pieces
+from sglang_dcp_block.dcp.layout import DcpLayout
 
 DIM, ROPE = 64, 16
 SCALE = 0.11
@@ -149,3 +153,29 @@ def test_the_last_program_is_done_early(requests: int, rows: int, workers: int, 
         busy[i % workers] += -(-(high - low) // PIECE_ROWS) + 1
     ideal = requests * rows // PIECE_ROWS / workers
     assert max(busy) <= most and max(busy) <= 1.2 * ideal + 1
+
+
+def test_only_decode_steps_are_planned(monkeypatch) -> None:
+    """Extend steps build indices too. SGLang sizes splits on decode steps alone, after their indices."""
+    layout = DcpLayout(2, 4)
+    monkeypatch.setattr(triton_mla, "active_layout", lambda: layout)
+    monkeypatch.setattr(triton_mla, "active_rank", lambda: 0)
+    backend = SimpleNamespace(
+        use_mla=True, num_head=4, max_kv_splits=2, max_context_len=64, device="cpu",
+        kv_indptr=torch.zeros(9, dtype=torch.int32), req_to_token=torch.arange(2 * 64, dtype=torch.int32).view(2, 64),
+        token_to_kv_pool=SimpleNamespace(dtype=torch.float32),
+    )  # fmt: skip
+    monkeypatch.setattr(mla_decode_module, "_multiprocessors", lambda _device: 4)
+    requests, lens = torch.tensor([0, 1]), torch.tensor([5, 30])
+    sized = []
+
+    def build() -> torch.Tensor:
+        return triton_mla.shard_kv_indices(backend, requests, lens, backend.kv_indptr)[2]
+
+    local = build()
+    assert backend.dcp_block_plan is None
+    triton_mla.plan_decode(lambda *args: sized.append(args), backend, "splits", local, "uneven")
+    assert sized == [(backend, "splits", local, "uneven")]
+    assert backend.dcp_block_plan.joins[:, 1].tolist() == [1, 1] and int(backend.dcp_block_plan.total) == 2
+    build()
+    assert backend.dcp_block_plan is None, "the plan of another step was kept"
