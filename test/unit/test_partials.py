@@ -84,3 +84,71 @@ def test_reduce_scatter_ends_in_the_models_dtype(merge_by) -> None:
     partials.partial_dtype(torch.bfloat16)
     merged = partials.gather_lse_reduce_scatter(lambda out, _lse, _group: out * 2, part, None, group)
     assert merged.dtype == torch.bfloat16 and (merged == 2).all()
+
+
+class Group:
+    """The ranks of a DCP group one after another: what each sent in the first round arrives in the second."""
+
+    def __init__(self, ranks: int) -> None:
+        self.world_size, self.sent = ranks, {}
+
+    def as_rank(self, rank: int) -> Group:
+        self.rank_in_group = rank
+        return self
+
+    def all_to_all_single(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        self.sent[self.rank_in_group] = sent.clone().view(self.world_size, -1)
+        if len(self.sent) == self.world_size:
+            parts = [self.sent[rank][self.rank_in_group] for rank in range(self.world_size)]
+            received.copy_(torch.cat(parts))
+
+    def all_gather(self, lse: torch.Tensor, dim: int) -> torch.Tensor:
+        self.sent["lse", self.rank_in_group] = lse.clone()
+        return torch.cat([self.sent.get(("lse", rank), lse) for rank in range(self.world_size)])
+
+    def reduce_scatter_along_dim(self, weighed: torch.Tensor, dim: int) -> torch.Tensor:
+        self.sent["out", self.rank_in_group] = weighed.clone()
+        total = sum(self.sent.get(("out", rank), weighed) for rank in range(self.world_size))
+        return total.chunk(self.world_size, dim)[self.rank_in_group]
+
+
+@pytest.mark.parametrize("how", ["a2a", "ag_rs"])
+def test_through_sglangs_merges(merge_by, monkeypatch, how: str) -> None:
+    """Partial results in the dtype that forward_decode gives them, through SGLang's own merges, in bfloat16."""
+    from contextlib import nullcontext
+
+    from sglang.srt.layers.dcp import comm
+
+    ranks, n, heads, dim = 2, 3, 4, 64
+    gen = torch.Generator().manual_seed(1)
+    exact = torch.randn(ranks, n, heads, dim, generator=gen, dtype=torch.float64)
+    lses = torch.randn(ranks, n, heads, generator=gen) * 3
+    want = (torch.softmax(lses.double(), dim=0)[..., None] * exact).sum(0)
+    merge_by(how)
+    monkeypatch.setattr(comm, "use_symmetric_memory", lambda _group: nullcontext())
+    combine, scatter = comm.dcp_lse_combine_triton, comm.cp_lse_ag_out_rs_mla
+    monkeypatch.setattr(comm, "dcp_lse_combine_triton", lambda *a, **k: partials.lse_combine(combine, *a, **k))
+
+    def merged(dtype: torch.dtype, lses: torch.Tensor) -> torch.Tensor:
+        group, results = Group(ranks), []
+        for rank in [*range(ranks), *range(ranks)]:
+            part, lse = exact[rank].to(dtype), lses[rank].clone()
+            if how == "a2a":
+                result = comm.dcp_a2a_lse_reduce(part, lse, group.as_rank(rank), is_lse_base_on_e=True)
+            else:
+                args = part, lse, group.as_rank(rank)
+                result = partials.gather_lse_reduce_scatter(scatter, *args, is_lse_base_on_e=True).transpose(0, 1)
+            results.append(result)
+        return torch.cat(results[ranks:], dim=1)
+
+    def error(got: torch.Tensor) -> float:
+        return float((got.double() - want).norm() / want.norm())
+
+    got = merged(partials.partial_dtype(torch.bfloat16), lses)
+    assert got.dtype == torch.bfloat16 and got.shape == want.shape
+    # Triton's interpreter cuts a float32 to bfloat16 instead of rounding it.
+    once = error(want.bfloat16()) * (2 if how == "a2a" else 1)
+    assert error(got) < 1.1 * once
+    assert error(merged(torch.float16, lses.flip(0))) > 0.1
+    if how == "ag_rs":
+        assert error(merged(torch.bfloat16, lses)) > 1.2 * once, "the check can't tell a second rounding"
