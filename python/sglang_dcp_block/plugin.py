@@ -182,7 +182,16 @@ HOOKS: tuple[Hook, ...] = (
         "d8edfc7e85ab756c",
         "block",
         "a PD decode server's retracted KV is copied from and to the wrong rows",
-        "test/unit/test_gather.py",
+        "test/unit/test_host_tiers.py",
+    ),
+    Hook(
+        "sglang.srt.managers.cache_controller:HiCacheController._generate_storage_config",
+        f"{_US}.mem_cache.storage_key:storage_config",
+        "around",
+        "0c07af4c9973c70a",
+        "block",
+        "pages that were stored under another block size are found, and their rows lie where other tokens belong",
+        "test/engine/test_hicache.py",
     ),
     Hook(
         "sglang.kernels.ops.kvcache.mla_buffer:set_mla_kv_buffer_dcp_sharded_triton",

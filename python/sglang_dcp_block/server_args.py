@@ -29,6 +29,14 @@ TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
 TESTED_POOL_DTYPES = ("bfloat16", "float16", "float32")
 TESTED_COMM_BACKENDS = ("a2a", "ag_rs")
 TESTED_TRANSFER_BACKENDS = ("mooncake", "nixl")
+#: (--hicache-io-backend, --hicache-mem-layout), as SGLang resolves them.
+TESTED_HOST_COPIES = (
+    ("kernel", "page_first"),
+    ("kernel", "layer_first"),
+    ("direct", "layer_first"),
+    ("direct", "page_first_direct"),
+)
+TESTED_STORAGE_BACKENDS = ("file",)
 
 
 class DcpBlockError(ValueError):
@@ -219,6 +227,10 @@ def _is_mla(launch: Launch) -> bool:
     return launch.model.attention_arch.name == "MLA"
 
 
+def _tested_storage(backend: str | None) -> bool:
+    return backend is None or backend in TESTED_STORAGE_BACKENDS
+
+
 def _architecture(launch: Launch) -> str:
     return (launch.model.hf_config.architectures or ["unknown"])[0]
 
@@ -393,7 +405,39 @@ REFUSALS: tuple[Refusal, ...] = (
     _flag("decoupled-speculation", "decoupled_spec_role", "speculative decoding in two servers"),
     _flag("disable-ragged", "flashinfer_mla_disable_ragged", "FlashInfer MLA prefill without its ragged kernel"),
     _flag("mixed-chunk", "enable_mixed_chunk", "mixed chunks"),
-    _flag("hicache", "enable_hierarchical_cache", "HiCache (host and storage tiers)"),
+    Refusal(
+        "hicache-copies",
+        "HiCache with another pair of io backend and memory layout",
+        lambda launch: (
+            launch.cfg.enable_hierarchical_cache
+            and (launch.cfg.hicache_io_backend, launch.cfg.hicache_mem_layout) not in TESTED_HOST_COPIES
+        ),
+        f"{FLAG} {{B}} is not tested with --hicache-io-backend {{io}} and --hicache-mem-layout {{layout}}: "
+        "use kernel with page_first or layer_first, or direct with layer_first or page_first_direct.",
+        lambda launch: {"io": launch.cfg.hicache_io_backend, "layout": launch.cfg.hicache_mem_layout},
+    ),
+    Refusal(
+        "hicache-storage",
+        "HiCache storage backends other than file",
+        lambda launch: launch.cfg.enable_hierarchical_cache and not _tested_storage(launch.cfg.hicache_storage_backend),
+        f"{FLAG} {{B}} is not tested with --hicache-storage-backend {{storage}}: use file, or host memory alone.",
+        lambda launch: {"storage": launch.cfg.hicache_storage_backend},
+    ),
+    Refusal(
+        "hicache-pd",
+        "HiCache on a PD prefill or decode server",
+        lambda launch: launch.cfg.enable_hierarchical_cache and launch.cfg.disaggregation_mode not in (None, "null"),
+        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache on a PD {{mode}} server: "
+        "drop --enable-hierarchical-cache.",
+        lambda launch: {"mode": launch.cfg.disaggregation_mode},
+    ),
+    Refusal(
+        "hicache-dp-attention",
+        "HiCache with DP attention",
+        lambda launch: launch.cfg.enable_hierarchical_cache and (launch.cfg.attn_dp_size or 1) > 1,
+        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention: "
+        "drop --enable-hierarchical-cache.",
+    ),
     _flag("lmcache", "enable_lmcache", "LMCache"),
     _flag("flexkv", "enable_flexkv", "FlexKV"),
     _flag("external-linker", "enable_unified_cache_external_linker", "external cache linker"),

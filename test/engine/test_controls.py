@@ -64,5 +64,6 @@ def test_a_merge_without_the_guard_shows(spec: EngineSpec, run_engine, reference
 
 
 def test_every_fault_is_tried() -> None:
-    """Here, and lost-rows in test_accuracy.py."""
-    assert set(FAULTS) == {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "lost-rows"}
+    """Here, lost-rows in test_accuracy.py and blind-store in test_hicache.py."""
+    here = {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge"}
+    assert set(FAULTS) == here | {"lost-rows", "blind-store"}

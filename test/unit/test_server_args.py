@@ -91,6 +91,7 @@ GOOD = dict(
     kv_canary="none",
     decoupled_spec_role="null",
 )
+HICACHE = dict(enable_hierarchical_cache=True, hicache_io_backend="kernel", hicache_mem_layout="page_first")
 #: id of a refusal -> settings that ask for it, and what the message must name.
 ASKED: dict[str, tuple[dict, str]] = {
     "block-without-dcp": (dict(dcp_size=1), "add --dcp-size, or drop --dcp-block-size"),
@@ -120,7 +121,16 @@ ASKED: dict[str, tuple[dict, str]] = {
     "radix-cache-backend": (dict(radix_cache_backend="other"), "--radix-cache-backend"),
     "elastic-ep": (dict(elastic_ep_backend="mooncake"), "--elastic-ep-backend"),
     "mixed-chunk": (dict(enable_mixed_chunk=True), "--enable-mixed-chunk"),
-    "hicache": (dict(enable_hierarchical_cache=True), "--enable-hierarchical-cache"),
+    "hicache-copies": (
+        HICACHE | dict(hicache_io_backend="kernel_ascend"),
+        "--hicache-io-backend kernel_ascend and --hicache-mem-layout page_first",
+    ),
+    "hicache-storage": (HICACHE | dict(hicache_storage_backend="mooncake"), "mooncake: use file"),
+    "hicache-pd": (HICACHE | dict(disaggregation_mode="decode"), "on a PD decode server"),
+    "hicache-dp-attention": (
+        HICACHE | dict(attn_dp_size=2, dcp_size=4, attention_backend="flashinfer"),
+        "DP attention: drop --enable-hierarchical-cache",
+    ),
     "lmcache": (dict(enable_lmcache=True), "--enable-lmcache"),
     "flexkv": (dict(enable_flexkv=True), "--enable-flexkv"),
     "external-linker": (dict(enable_unified_cache_external_linker=True), "--enable-unified-cache-external-linker"),
@@ -199,6 +209,8 @@ def test_every_refusal_has_a_case():
 def test_a_supported_launch_is_not_refused(on_cuda):
     assert server_args.refusals_for(launch()) == []
     assert server_args.refusals_for(launch(attention_backend="flashinfer", dcp_comm_backend="ag_rs")) == []
+    assert server_args.refusals_for(launch(**HICACHE)) == []
+    assert server_args.refusals_for(launch(**HICACHE, hicache_storage_backend="file")) == []
     for backend in server_args.TESTED_BACKENDS:
         assert server_args.refusals_for(launch(attention_backend=backend, attn_dp_size=2, dcp_size=4)) == []
     for transfer in server_args.TESTED_TRANSFER_BACKENDS:
@@ -279,6 +291,11 @@ def test_refusals_in_sglangs_own_resolution(tmp_path):
         "drop --decoupled-spec-role": [*base, "--decoupled-spec-role", "drafter"],
         # What SGLang chooses itself counts like a given one.
         "attention backend torch_native": [x for x in base if x not in ("--attention-backend", "triton")],
+        "accepted: page 64, chunk 1920": [
+            *(*base, *chunk, "1920", "--enable-hierarchical-cache", "--hicache-io-backend", "direct"),
+            *("--hicache-storage-backend", "file"),
+        ],
+        "hf3fs: use file": [*base, "--enable-hierarchical-cache", "--hicache-storage-backend", "hf3fs"],
         "drop --enable-lora": [*base, "--enable-lora", "--lora-paths", "a=b"],
     }
     algorithms = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO", "eagle")

@@ -7,11 +7,12 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_dcp_block.testing import cpu_testbed
+from sglang_dcp_block.testing import cpu_testbed, host_copies
 from sglang_dcp_block.testing.engine import Answer, Case, EngineSpec, Round, case_from_json, differences
 from sglang_dcp_block.testing.flashinfer_torch import (
     EMPTY_SHARD_VARIABLE,
@@ -175,6 +176,27 @@ def test_cuda_literals_become_cpu() -> None:
     factories = CpuFactories(torch)
     assert factories.zeros(3, device="cuda", pin_memory=True).device.type == "cpu"
     assert factories.Tensor is torch.Tensor
+
+
+def test_a_load_happens_when_its_layer_is_waited_for() -> None:
+    done, event = [], SimpleNamespace()
+    load = host_copies.deferred(done.append)
+    for layer in range(3):
+        load(layer)
+        host_copies.complete(event, layer)
+    assert done == []
+    host_copies.wait(event, 1)
+    assert done == [0, 1]
+    host_copies.wait(event, 2)
+    host_copies.wait(event, 2)
+    assert done == [0, 1, 2]
+
+
+def test_copies_by_pages_take_whole_pages() -> None:
+    rows = [torch.arange(8.0).view(8, 1, 1)]
+    for indices in ([1, 2], [0, 2], [0, 1, 3, 2]):
+        with pytest.raises(ValueError, match="not whole pages of 2"):
+            host_copies.transfer_kv_direct(rows, rows, torch.tensor(indices), torch.arange(len(indices)), 2)
 
 
 # -- engine runner ---------------------------------------------------------------------------------------------------

@@ -37,8 +37,10 @@ class CpuTestbedPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: Any) -> None:
         """Runs in the scheduler process after the weights, before the attention backend is built."""
-        from sglang.srt.runtime_context import get_disagg
+        from sglang.srt.runtime_context import get_disagg, get_memory
 
         cpu_testbed.install("model")
+        if get_memory().enable_hierarchical_cache:
+            cpu_testbed.install("hicache")
         if get_disagg().disaggregation_mode != "null":
             cpu_testbed.install("disaggregation")

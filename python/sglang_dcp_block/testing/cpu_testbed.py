@@ -29,8 +29,8 @@ class Shim(NamedTuple):
     """One replaced name: ``module`` and dotted ``attribute``, ``make(original) -> replacement``.
 
     when: "interpreter" and "start" (as the plugin loads; unit tests want the former as well), "model" (after the model
-    is loaded: modules that SGLang imports late) or "disaggregation" (the same moment, in a prefill or decode server).
-    adds: the name doesn't exist without a GPU.
+    is loaded: modules that SGLang imports late), "disaggregation" or "hicache" (the same moment, in a prefill or decode
+    server, or with a host cache). adds: the name doesn't exist without a GPU.
     """
 
     when: str
@@ -114,12 +114,29 @@ def _cpu_factories(torch_module: Any) -> Any:
     return importlib.import_module("sglang_dcp_block.testing.flashinfer_torch").CpuFactories(torch_module)
 
 
+def _host_copy(name: str) -> Callable[[Any], Any]:
+    def make(_original: Any) -> Any:
+        return getattr(importlib.import_module("sglang_dcp_block.testing.host_copies"), name)
+
+    return make
+
+
+def _deferred(original: Callable) -> Callable:
+    return importlib.import_module("sglang_dcp_block.testing.host_copies").deferred(original)
+
+
+def _unpinned(original: Callable) -> Callable:
+    return functools.partialmethod(original, pin_memory=False)
+
+
 _INTERPRETER = "triton.runtime.interpreter"
 _STATE = "sglang.srt.distributed.parallel_state"
 _FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
 _FORWARD_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
 _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 _NIXL = "sglang.srt.disaggregation.nixl.conn"
+_HOST_POOL = "sglang.srt.mem_cache.pool_host.mla"
+_CACHE_CONTROLLER = "sglang.srt.managers.cache_controller"
 
 SHIMS: tuple[Shim, ...] = (
     Shim(
@@ -228,6 +245,41 @@ SHIMS: tuple[Shim, ...] = (
         "_normalize_kv_mem_kinds",
         _host_memory,
         "every pool is called device memory, and NIXL refuses to register that without a GPU",
+    ),
+    Shim(
+        "hicache",
+        _HOST_POOL,
+        "MLATokenToKVPoolHost.__init__",
+        _unpinned,
+        "host memory is registered with CUDA",
+    ),
+    Shim(
+        "hicache",
+        "sglang.srt.mem_cache.pool_host.base",
+        "HICACHE_HOST_MEMORY_RESERVE_BYTES",
+        _constant(0),
+        "10 GiB stay free for other processes, more than some machines have",
+    ),
+    Shim(
+        "hicache",
+        _HOST_POOL,
+        "MLATokenToKVPoolHost.load_to_device_per_layer",
+        _deferred,
+        "a load is seen by those only who wait for it, as on a GPU",
+    ),
+    Shim("hicache", _CACHE_CONTROLLER, "LayerLoadingEvent.complete", _host_copy("complete"), "the same"),
+    Shim("hicache", _CACHE_CONTROLLER, "LayerLoadingEvent.wait", _host_copy("wait"), "the same"),
+    *(
+        Shim("hicache", _HOST_POOL, name, _host_copy(name), "the copy kernels need a GPU", adds=True)
+        for name in (
+            "transfer_kv_direct",
+            "transfer_kv_per_layer_direct_pf_lf",
+            "transfer_kv_all_layer_direct_lf_pf",
+            "transfer_kv_per_layer_mla",
+            "transfer_kv_per_layer_mla_pf_lf",
+            "transfer_kv_all_layer_mla",
+            "transfer_kv_all_layer_mla_lf_pf",
+        )
     ),
 )
 

@@ -134,12 +134,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens and logprobs: of the generated tokens, natural log. cached: prompt tokens taken from the radix cache."""
+    """tokens and logprobs: of the generated tokens, natural log. cached: prompt tokens taken from the radix cache.
+
+    sources: of them, how many lay on the "device", and with a host cache on the "host" and in "storage".
+    """
 
     tokens: list[int]
     logprobs: list[float]
     cached: int
     retracted: int
+    sources: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

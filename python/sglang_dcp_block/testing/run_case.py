@@ -84,6 +84,7 @@ def _answer(reply: dict[str, Any]) -> Answer:
         logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
         cached=meta["cached_tokens"],
         retracted=meta.get("num_retractions", 0),
+        sources=meta.get("cached_tokens_details") or {},
     )
 
 

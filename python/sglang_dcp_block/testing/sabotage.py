@@ -68,10 +68,19 @@ def _unguarded_merge() -> None:
         setattr(module, "guard_empty_shards", lambda *_: None)  # noqa: B010
 
 
+def _blind_store() -> None:
+    """Pages of a HiCache store go by the name of one block size, whatever the server's own is."""
+    from sglang_dcp_block.mem_cache import storage_key
+
+    name = storage_key.storage_name
+    storage_key.storage_name = lambda model, _block, *rest: name(model, 16, *rest)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "mirrored-ranks": _mirror_ranks,
     "swapped-rows": _swap_rows,
     "dropped-row": _drop_last_row,
     "lost-rows": _lose_rows,
     "unguarded-merge": _unguarded_merge,
+    "blind-store": _blind_store,
 }
