@@ -63,7 +63,16 @@ def test_a_merge_without_the_guard_shows(spec: EngineSpec, run_engine, reference
     assert differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
 
 
+def test_float16_partials_reach_the_layer_in_the_models_dtype(run_engine, reference) -> None:
+    """No more than rounding: an engine's way from bfloat16 through our merge, which float32 tests don't take."""
+    rounds = [Round([prompt(n) for n in (1, 33, 70)], 5, "float16")]
+    expected, _ = reference(rounds)
+    result = run_engine(_sabotaged("float16-partials", "triton"), rounds)
+    assert not differences(result.answers[0], expected.answers[0], 5e-3)
+    assert differences(result.answers[0], expected.answers[0], 1e-4), "nothing was rounded to float16"
+
+
 def test_every_fault_is_tried() -> None:
     """Here, lost-rows in test_accuracy.py and blind-store in test_hicache.py."""
-    here = {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge"}
+    here = {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "float16-partials"}
     assert set(FAULTS) == here | {"lost-rows", "blind-store"}

@@ -125,7 +125,7 @@ def _deferred(original: Callable) -> Callable:
     return importlib.import_module("sglang_dcp_block.testing.host_copies").deferred(original)
 
 
-def _unpinned(original: Callable) -> Callable:
+def _unpinned(original: Callable) -> Any:
     return functools.partialmethod(original, pin_memory=False)
 
 

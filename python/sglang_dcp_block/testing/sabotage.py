@@ -76,6 +76,21 @@ def _blind_store() -> None:
     storage_key.storage_name = lambda model, _block, *rest: name(model, 16, *rest)
 
 
+def _float16_partials() -> None:
+    """Partial results go to the merge in float16, as they do from bfloat16 activations, which the interpreter lacks."""
+    import torch
+
+    from sglang_dcp_block.attention import triton_mla
+
+    dtype_of = triton_mla.partial_dtype
+
+    def partial_dtype(model_dtype: torch.dtype) -> torch.dtype:
+        dtype_of(model_dtype)  # the merge must know the model's
+        return torch.float16
+
+    triton_mla.partial_dtype = partial_dtype
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "mirrored-ranks": _mirror_ranks,
     "swapped-rows": _swap_rows,
@@ -83,4 +98,5 @@ FAULTS: dict[str, Callable[[], None]] = {
     "lost-rows": _lose_rows,
     "unguarded-merge": _unguarded_merge,
     "blind-store": _blind_store,
+    "float16-partials": _float16_partials,
 }
