@@ -302,7 +302,7 @@ HOOKS: tuple[Hook, ...] = (
         "ffcbc10cdcd0bf0e",
         "triton",
         "the layer behind the merge gets float16",
-        "test/engine/test_matrix.py",
+        "test/engine/test_controls.py",
     ),
     Hook(
         "sglang.srt.layers.dcp.comm:cp_lse_ag_out_rs_mla",
@@ -311,7 +311,7 @@ HOOKS: tuple[Hook, ...] = (
         "63f790d7f47ad2d0",
         "triton",
         "the layer behind the merge gets float32",
-        "test/engine/test_matrix.py",
+        "test/engine/test_controls.py",
     ),
     Hook(
         "sglang.srt.layers.attention.triton_backend:TritonAttnBackend.forward_extend",

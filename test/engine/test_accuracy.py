@@ -90,8 +90,8 @@ def test_without_dcp(ask: Ask) -> None:
     [
         pytest.param("2x1", FEW_WORDS, id="2x1"),
         pytest.param("2x16", FEW_WORDS, id="2x16"),
-        pytest.param("4x1", TWO_WORDS, id="4x1", marks=pytest.mark.slow),
-        pytest.param("4x16", TWO_WORDS, id="4x16", marks=pytest.mark.slow),
+        pytest.param("4x1", TWO_WORDS, id="4x1"),
+        pytest.param("4x16", TWO_WORDS, id="4x16"),
     ],
 )
 def test_word_problems(layout: str, words: accuracy.Quiz, ask: Ask) -> None:

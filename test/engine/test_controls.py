@@ -5,11 +5,13 @@ Two of the faults answer with the right tokens: the audit alone sees them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_matrix import LOGPROB_TOLERANCE, dcp, prompt
 
 from sglang_dcp_block.dcp.layout import DcpLayout
-from sglang_dcp_block.testing.audit import audit_requests, load_requests
+from sglang_dcp_block.testing.audit import audit_requests, load_pools, load_requests
 from sglang_dcp_block.testing.cpu_testbed import SABOTAGE_VARIABLE
 from sglang_dcp_block.testing.engine import EngineSpec, Round, differences
 from sglang_dcp_block.testing.flashinfer_torch import EMPTY_SHARD_VARIABLE
@@ -63,11 +65,19 @@ def test_a_merge_without_the_guard_shows(spec: EngineSpec, run_engine, reference
     assert differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
 
 
-def test_float16_partials_reach_the_layer_in_the_models_dtype(run_engine, reference) -> None:
+@pytest.mark.parametrize(
+    ("comm", "merge"),
+    [
+        ("a2a", "sglang.kernels.ops.attention.dcp_kernels:dcp_lse_combine_triton"),
+        ("ag_rs", "sglang.srt.layers.dcp.comm:cp_lse_ag_out_rs_mla"),
+    ],
+)
+def test_float16_partials_reach_the_layer_in_the_models_dtype(comm: str, merge: str, run_engine, reference) -> None:
     """No more than rounding: an engine's way from bfloat16 through our merge, which float32 tests don't take."""
     rounds = [Round([prompt(n) for n in (1, 33, 70)], 5, "float16")]
     expected, _ = reference(rounds)
-    result = run_engine(_sabotaged("float16-partials", "triton"), rounds)
+    result = run_engine(replace(_sabotaged("float16-partials", "triton"), comm=comm), rounds)
+    assert load_pools(result.audit)[-1].call_counts[merge]
     assert not differences(result.answers[0], expected.answers[0], 5e-3)
     assert differences(result.answers[0], expected.answers[0], 1e-4), "nothing was rounded to float16"
 

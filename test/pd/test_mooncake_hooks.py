@@ -373,6 +373,16 @@ MISFITS = [
         frame=lambda f: f.replace(b'"block_size": 16', b'"block_size": 0'),
     ),
     Misfit(
+        "no page",
+        "unreadable sglang-dcp-block frame",
+        frame=lambda f: f.replace(b'"page_size": 16', b'"page_size": 0'),
+    ),
+    Misfit(
+        "page in words",
+        "unreadable sglang-dcp-block frame",
+        frame=lambda f: f.replace(b'"page_size": 16', b'"page_size": "16"'),
+    ),
+    Misfit(
         "liar",
         "registered DCP size 2 but its frame says 4",
         frame=lambda f: f.replace(b'"dcp_size": 2', b'"dcp_size": 4'),
@@ -470,6 +480,8 @@ def test_draft_layers_are_refused():
 class Decode:
     """What try_ensure_parallel_info reads and writes of a decode manager, with three waiting requests."""
 
+    __module__ = "sglang.srt.disaggregation.mooncake.conn"
+
     def __init__(self, address: str, page_size: int = 64) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -497,8 +509,8 @@ def bootstrap(monkeypatch):
 
     servers = []
 
-    def start(with_plugin: bool, prefill: DcpLayout = NO_DCP, page_size: int = 64) -> str:
-        monkeypatch.setattr(common, "_launched", lambda: wire.capability(prefill, page_size))
+    def start(with_plugin: bool, prefill: DcpLayout = NO_DCP, page_size: int = 64, **more: str) -> str:
+        monkeypatch.setattr(common, "_launched", lambda: wire.capability(prefill, page_size) | more)
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -652,6 +664,18 @@ def test_another_version_is_refused(bootstrap):
     assert wire.served_geometry(200, good, "bfloat16") == wire.KvGeometry(2, 16, 64, "bfloat16")
     for nonsense in ({"dcp_size": None}, {"block_size": 0}, {"page_size": "?"}):
         assert "sent an unreadable layout" in wire.capability_refusal(200, good | nonsense, address, 64)
+
+
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_another_transfer_backend_is_refused(bootstrap, block_size):
+    """SGLang's own pair too: the first message would end the thread that serves all decode servers."""
+    address = bootstrap(with_plugin=True, transfer_backend="nixl")
+    decode = Decode(address)
+    assert ask(decode, address, takes(decode), block_size) is False
+    assert "has --disaggregation-transfer-backend nixl and this decode server has mooncake" in decode.failures[1]
+    address = bootstrap(with_plugin=True, transfer_backend="mooncake")
+    decode = Decode(address)
+    assert ask(decode, address, takes(decode), block_size) is True
 
 
 def test_a_check_of_sglang_that_raises_fails_the_requests_not_the_scheduler(bootstrap):

@@ -337,6 +337,17 @@ def refusal(prefill: NixlPrefill, peer: NixlPeer) -> str:
     return known[peer.session].dst_dcp_size.refusal
 
 
+def test_a_misfit_of_sglangs_own_pair_does_not_end_the_thread_either():
+    prefill = prefill_of()
+    bad = NixlPeer(DcpLayout(2, 1), 0, 6, 16, row_bytes=80)
+    bad.tell(prefill.endpoint, bad.registration())
+    assert "start both servers with the same model" in refusal(prefill, bad)
+    peers = peers_of(DcpLayout(2, 16))
+    verdicts, want = run_request(prefill, peers, Request(77), room=1)
+    assert succeeded(verdicts)
+    assert_all_rows(peers, want)
+
+
 def test_a_peer_that_was_refused_is_taken_after_it_registers_rightly():
     prefill, peers = prefill_of(), peers_of(DcpLayout(2, 16))
     message = peers[0].registration()

@@ -258,8 +258,10 @@ def test_a_block_size_of_one_keeps_sglangs_keys(monkeypatch):
 
 def test_another_store_is_refused_when_it_is_attached(monkeypatch):
     monkeypatch.setattr(runtime, "_layout", DcpLayout(2, 16))
+    controller = SimpleNamespace(storage_backend_type="mooncake")
     with pytest.raises(DcpBlockError, match="not tested with HiCache storage mooncake: attach file"):
-        storage_config(lambda _: None, SimpleNamespace(storage_backend_type="mooncake"))
+        storage_config(lambda _: None, controller)
+    assert controller.storage_backend_type is None
 
 
 @pytest.mark.parametrize("memory_layout", sorted({layout for _, layout in TESTED_HOST_COPIES}))

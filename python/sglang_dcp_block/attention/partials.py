@@ -6,6 +6,7 @@ of a sharded decode. Both merges carry something finer at no cost:
 - ag_rs weighs the partial results in float32 and adds those, so they may come in float32;
 - a2a sends 16 bits, and float16 has three bits more of them behind the point than bfloat16. A partial result is a mean
   of latent rows, and those come out of an RMS norm: sqrt(512) = 23 times its largest weight, far from float16's 65504.
+  Elements below 2^-17 come out coarser than in bfloat16.
 
 The merged result is rounded to the model's dtype once, as without DCP. Each hook has its target's signature.
 """
@@ -33,6 +34,8 @@ def partial_dtype(model_dtype: torch.dtype) -> torch.dtype:
     from sglang.srt.layers.logits_processor import get_in_autotune_dummy_run
 
     global _model_dtype
+    if _model_dtype not in (None, model_dtype):
+        raise RuntimeError(f"two models in one server, in {_model_dtype} and {model_dtype}, can't share a DCP merge")
     _model_dtype = model_dtype
     if get_in_autotune_dummy_run():
         return model_dtype  # nothing is merged

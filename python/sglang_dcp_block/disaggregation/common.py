@@ -103,9 +103,10 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
     except (requests.RequestException, ValueError) as error:
         logger.error("No answer from prefill server %s (%s); will ask again", bootstrap_addr, error)
         return False
-    if mine.block_size == 1 and (theirs is None or wire.is_stock(theirs, mine)):
+    refusal = wire.transfer_backend_refusal(answer, bootstrap_addr, _transfer_backend_of(manager))
+    if refusal is None and mine.block_size == 1 and (theirs is None or wire.is_stock(theirs, mine)):
         return original(manager, bootstrap_addr)
-    refusal = wire.capability_refusal(response.status_code, answer, bootstrap_addr, mine.block_size)
+    refusal = refusal or wire.capability_refusal(response.status_code, answer, bootstrap_addr, mine.block_size)
     if refusal is None:
         assert theirs is not None  # or there would be a refusal
         try:
@@ -115,6 +116,12 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
             manager.prefill_info_table.pop(bootstrap_addr, None)
     _fail_waiting_requests(manager, bootstrap_addr, refusal)
     return False
+
+
+def _transfer_backend_of(manager: Any) -> str:
+    """SGLang's name of the backend: the package of its manager's class."""
+    packages = (cls.__module__.split(".")[-2:-1] for cls in type(manager).__mro__)
+    return next(name for package in packages for name in package if name in BACKENDS)
 
 
 def _take_prefill(
@@ -175,7 +182,7 @@ def refuse_on_error(peer: PeerDcpSize, otherwise: Any, original: Callable[..., A
     refused, and the result is ``otherwise``."""
     try:
         return original(*args)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         peer.refusal = f"{error}: start both servers with the same model and dtype."
         return otherwise
 
@@ -340,13 +347,15 @@ def setup_routes(original: Callable[..., None], server: Any) -> None:
     server.app.router.add_get(wire.ROUTE, answer_capability)
 
 
-def _launched() -> dict[str, int]:
+def _launched() -> dict[str, int | str]:
     """What this launcher's server answers at :data:`wire.ROUTE`."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_server_args
 
     record = get_server_args()
-    return wire.capability(server_args.layout_of(record), resolving_view(record).page_size)
+    cfg = resolving_view(record)
+    described = wire.capability(server_args.layout_of(record), cfg.page_size)
+    return described | {"transfer_backend": cfg.disaggregation_transfer_backend}
 
 
 # -- the rows --------------------------------------------------------------------------------------------------------

@@ -65,21 +65,21 @@ def from_zmq(original: Callable[..., Any], cls: type, message: list[bytes]) -> A
 def add_remote_peer(original: Callable[..., None], manager: Any, registration: Any) -> None:
     """A peer that doesn't fit is known with its refusal, and nothing is sent to it."""
     peer, name = registration.dst_dcp_size, registration.agent_name
-    if is_stock(manager, peer):
-        registration.dst_dcp_size = int(peer)  # nothing of ours is on its path from here on
-        original(manager, registration)
-        return
     known = manager.decode_kv_args_table.get(name)
     if known is not None and getattr(known.dst_dcp_size, "refusal", None):
         del manager.decode_kv_args_table[name]  # it may have become another one
-    if manager.pp_size > 1:  # each stage sends its own first token, and which one stays is not tested
-        peer.refusal = "NIXL is not tested with --pp-size above 1: use --pp-size 1 at prefill, or mooncake."
-    manager.requires_dcp_relayout(peer, registration.dst_dcp_rank)
+    if is_stock(manager, peer):
+        registration.dst_dcp_size = int(peer)  # nothing of ours is on its path from here on
+    else:
+        if manager.pp_size > 1:  # each stage sends its own first token, and which one stays is not tested
+            peer.refusal = "NIXL is not tested with --pp-size above 1: use --pp-size 1 at prefill, or mooncake."
+        manager.requires_dcp_relayout(peer, registration.dst_dcp_rank)
     if peer.refusal is None:
         refuse_on_error(peer, None, original, manager, registration)
     if peer.refusal is not None:
         logger.error("Refusing decode server %s:%d: %s", registration.endpoint, registration.dst_port, peer.refusal)
         metrics.record_refused_peer("layout")
+        registration.dst_dcp_size = peer
         manager.decode_kv_args_table[name] = registration
 
 

@@ -68,7 +68,7 @@ def decode(frame: bytes) -> KvGeometry:
                 f"reads version {FRAME_VERSION}: {_SAME_PLUGIN}."
             )
         geometry = KvGeometry(**json.loads(body))
-        _ = geometry.layout
+        _ = geometry.layout.virtual_page_size(geometry.page_size)
         return geometry
     except WireError:
         raise
@@ -148,7 +148,7 @@ def senders_of(decode_rank: int, decode_tp: int, prefill_tp: int, prefill_dcp: i
 
 
 def capability(layout: DcpLayout, page_size: int) -> dict[str, int]:
-    """A prefill server's answer at :data:`ROUTE`, but for the plugin version."""
+    """A prefill server's answer at :data:`ROUTE`, but for its transfer backend and the plugin version."""
     sizes = {"dcp_size": layout.dcp_size, "block_size": layout.block_size, "page_size": page_size}
     return {"frame_version": FRAME_VERSION, **sizes}
 
@@ -169,6 +169,21 @@ def served_geometry(status: int, answer: object, kv_dtype: str) -> KvGeometry | 
     except (KeyError, TypeError, ValueError):
         return None
     return geometry
+
+
+def transfer_backend_refusal(answer: object, address: str, transfer_backend: str) -> str | None:
+    """A prefill server with another transfer backend reads nothing that this one writes; None where it has the same.
+
+    Args:
+        answer: the decoded JSON body. address: the bootstrap server, host:port. transfer_backend: of the asking side.
+    """
+    theirs = answer.get("transfer_backend", transfer_backend) if isinstance(answer, dict) else transfer_backend
+    if theirs == transfer_backend:
+        return None
+    return (
+        f"the prefill server at {address} has --disaggregation-transfer-backend {theirs} and this decode server has "
+        f"{transfer_backend}: start both with the same."
+    )
 
 
 def capability_refusal(status: int, answer: object, address: str, block_size: int) -> str | None:

@@ -31,6 +31,7 @@ def storage_config(original: Any, controller: Any, *args: Any, **kwargs: Any) ->
         return config
     backend = controller.storage_backend_type
     if backend not in TESTED_STORAGE_BACKENDS:
+        controller.storage_backend_type = None  # SGLang has set it, and doesn't take it back
         raise DcpBlockError(f"--dcp-block-size {block_size} is not tested with HiCache storage {backend}: attach file.")
     pool = controller.storage_host_pool
     return dataclasses.replace(config, model_name=storage_name(config.model_name, block_size, pool.layout, pool.dtype))

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 NAME = "dcp_cpu_testbed"
 PLATFORM_CLASS = "sglang_dcp_block.testing.cpu_platform:CpuTestbedPlatform"
@@ -296,6 +299,7 @@ def register() -> None:
         install("interpreter")
         install("start")
     if fault := os.environ.get(SABOTAGE_VARIABLE):
+        logger.error("%s=%s: this server breaks its KV layout on purpose; unset it", SABOTAGE_VARIABLE, fault)
         importlib.import_module("sglang_dcp_block.testing.sabotage").FAULTS[fault]()
     if os.environ.get(AUDIT_VARIABLE):
         importlib.import_module("sglang_dcp_block.testing.probe").install(os.environ[AUDIT_VARIABLE])
