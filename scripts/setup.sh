@@ -8,9 +8,9 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then moonc
 extras=${*:-test nixl $mooncake}
 extras=${extras// /,}
 
-# Mooncake's engine links these; a Python wheel can't bring them.
+# Mooncake's engine links the first three; SGLang compiles HiCache's page hash with the others. A wheel brings neither.
 missing=()
-for package in libibverbs1 librdmacm1 libnuma1; do
+for package in libibverbs1 librdmacm1 libnuma1 g++ libssl-dev; do
     dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")
 done
 if [ ${#missing[@]} -gt 0 ] && command -v apt-get >/dev/null; then
