@@ -11,10 +11,12 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import itertools
+import multiprocessing
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,3 +346,66 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0
     while not condition():
         assert time.monotonic() < end, f"timed out waiting until {what}"
         time.sleep(0.005)
+
+
+def assert_all_rows(peers: Sequence[Peer], want: Sequence[list[np.ndarray]]) -> None:
+    for peer, rows in zip(peers, want, strict=True):
+        assert_rows(peer, rows)
+
+
+# -- a decode rank in another process ----------------------------------------------------------------------------------
+
+
+def serve_buffers(pipe: Connection, address: Any, kv: list[np.ndarray], aux: np.ndarray) -> None:
+    """In that process: tell ``address`` and where the buffers are; on 'read' hand over all bytes, then CANARY again."""
+    pipe.send((address, [b.ctypes.data for b in kv], aux.ctypes.data))
+    while pipe.recv() == "read":
+        pipe.send(([b.base for b in kv], int(aux[2])))
+        for b in kv:
+            b.base[:] = CANARY
+
+
+class RemotePeer(Peer):
+    """A rank whose buffers are in another process; ``read`` brings their bytes here for the audit."""
+
+    def __init__(self, layout: DcpLayout, rank: int, virtual_pages: int, page_size: int, pipe: Connection) -> None:
+        assert pipe.poll(60), "a decode process did not start"
+        address, kv_ptrs, aux_ptr = pipe.recv()
+        super().__init__(layout, rank, virtual_pages, page_size, engine=self.engine_at(address))
+        self.manager.kv_args.kv_data_ptrs, self.manager.kv_args.aux_data_ptrs = kv_ptrs, [aux_ptr]
+        self.pipe = pipe
+
+    def engine_at(self, address: Any) -> Any:
+        """What the registration asks the engine of ``address`` for."""
+        raise NotImplementedError
+
+    def read(self) -> None:
+        self.pipe.send("read")
+        layers, self.aux[2] = self.pipe.recv()
+        self.kv = [b[GUARD_ROWS:-GUARD_ROWS] for b in layers]
+        assert len(self.kv) == LAYERS
+
+
+def remote_ranks(process: Callable[[Connection, int], None], kind: type[RemotePeer]) -> Iterator[Callable[..., Any]]:
+    """Body of a fixture: (layout, virtual pages, page size) -> peers of ``kind`` and their processes, one a rank.
+
+    process: (pipe, rows), ends in :func:`serve_buffers`.
+    """
+    context = multiprocessing.get_context("spawn")
+    running = []
+
+    def start(layout: DcpLayout, virtual_pages: int, page_size: int, tp_size: int | None = None) -> Any:
+        pipes = []
+        for _ in range(tp_size or layout.dcp_size):
+            mine, theirs = context.Pipe()
+            rows = virtual_pages * layout.rows_per_virtual_page(page_size)
+            running.append(context.Process(target=process, args=(theirs, rows), daemon=True))
+            running[-1].start()
+            pipes.append(mine)
+        peers = [kind(layout, rank, virtual_pages, page_size, pipe) for rank, pipe in enumerate(pipes)]
+        return peers, running[-len(peers) :]
+
+    yield start
+    for one in running:
+        one.kill()
+        one.join()

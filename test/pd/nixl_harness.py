@@ -1,6 +1,6 @@
 """Both ends of SGLang's NIXL transfer without a model: as harness.py, on NixlKVManager and NIXL's real agents.
 
-The agents move host memory over UCX inside this process, or between two for :class:`RemotePeer`. An agent takes a
+The agents move host memory over UCX inside this process, or between two for :class:`RemoteNixlPeer`. An agent takes a
 second to start, so those of a closed manager serve the next one. Each polls in a thread of its own, so
 :func:`end_agents` comes after the last test.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from harness import CANARY, GUARD_ROWS, LAYERS, Peer, Prefill, bare_manager, buffers
+from harness import CANARY, Peer, Prefill, RemotePeer, bare_manager, buffers, serve_buffers
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 
@@ -200,32 +200,15 @@ class NixlPeer(Peer):
 # -- a decode rank in another process ----------------------------------------------------------------------------------
 
 
-def decode_process(pipe: Connection, rows: int, name: str) -> None:
-    """Holds the buffers of one rank; on 'read' hands over all bytes and fills them with CANARY again."""
-    agent = real_agent(name)
+def decode_process(pipe: Connection, rows: int) -> None:
+    agent = real_agent(f"remote-{os.getpid()}")
     kv, aux = buffers(rows, CANARY), np.zeros(64, np.uint64)
     for whole in [*(b.base for b in kv), aux]:
         agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM")
-    pipe.send((agent.name, agent.get_agent_metadata(), [b.ctypes.data for b in kv], aux.ctypes.data))
-    while pipe.recv() == "read":
-        pipe.send(([b.base for b in kv], int(aux[2])))
-        for b in kv:
-            b.base[:] = CANARY
+    serve_buffers(pipe, (agent.name, agent.get_agent_metadata()), kv, aux)
 
 
-class RemotePeer(NixlPeer):
-    """A rank whose buffers are in another process; ``read`` brings their bytes here for the audit."""
-
-    def __init__(self, layout: DcpLayout, rank: int, virtual_pages: int, page_size: int, pipe: Connection) -> None:
-        assert pipe.poll(60), "a decode process did not start"
-        name, metadata, kv_ptrs, aux_ptr = pipe.recv()
-        agent = SimpleNamespace(name=name, get_agent_metadata=lambda: metadata)
-        super().__init__(layout, rank, virtual_pages, page_size, engine=agent)
-        self.manager.kv_args.kv_data_ptrs, self.manager.kv_args.aux_data_ptrs = kv_ptrs, [aux_ptr]
-        self.pipe = pipe
-
-    def read(self) -> None:
-        self.pipe.send("read")
-        layers, self.aux[2] = self.pipe.recv()
-        self.kv = [b[GUARD_ROWS:-GUARD_ROWS] for b in layers]
-        assert len(self.kv) == LAYERS
+class RemoteNixlPeer(RemotePeer, NixlPeer):
+    def engine_at(self, address: tuple[str, bytes]) -> Any:
+        name, metadata = address
+        return SimpleNamespace(name=name, get_agent_metadata=lambda: metadata)

@@ -425,14 +425,8 @@ def test_one_sender_that_fails_fails_the_request_and_no_other(prefill, servers, 
     assert all(s.threads_alive() for s in pair.senders)
 
 
-@TWO_SENDERS
-def test_an_abort_is_safe_when_every_sender_has_drained(prefill, servers):
-    pair = servers(prefill, Server(4, 4, 16, 64))
-    request = pair.open(0, 700)
-    request.senders[0].init(pages_for(prefill, 700), 1)
-    pages = pair.src_pages[: pages_for(prefill, 256)].astype(np.int32)
-    request.senders[0].send(pages, num_kv_tokens=256)  # rank 0 has begun, rank 1 has not
-    wait_until(lambda: len(pair.engine.kv_batches()) == 4, "rank 0 has sent its first chunk to all four")
+def assert_abort_frees_the_pages(pair, request, pages: np.ndarray) -> None:
+    """Decode aborts ``request`` after the first of two senders sent 256 tokens (``pages``); others get its pages."""
     for receiver in request.receivers:
         assert len(receiver.bootstrap_infos) == 2, "what SGLang waits for after an abort"
         receiver.abort()
@@ -444,6 +438,17 @@ def test_an_abort_is_safe_when_every_sender_has_drained(prefill, servers):
         x.clear()
     assert pair.send(555).succeeded
     pair.audit(0, 555)
+
+
+@TWO_SENDERS
+def test_an_abort_is_safe_when_every_sender_has_drained(prefill, servers):
+    pair = servers(prefill, Server(4, 4, 16, 64))
+    request = pair.open(0, 700)
+    request.senders[0].init(pages_for(prefill, 700), 1)
+    pages = pair.src_pages[: pages_for(prefill, 256)].astype(np.int32)
+    request.senders[0].send(pages, num_kv_tokens=256)  # rank 0 has begun, rank 1 has not
+    wait_until(lambda: len(pair.engine.kv_batches()) == 4, "rank 0 has sent its first chunk to all four")
+    assert_abort_frees_the_pages(pair, request, pages)
 
 
 # -- pairs that SGLang serves itself, and refusals ---------------------------------------------------------------------

@@ -395,14 +395,8 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize("case", MISFITS, ids=lambda c: c.name)
-def test_a_peer_that_does_not_fit_is_refused_in_one_sentence(case, monkeypatch, caplog):
-    from sglang_dcp_block import runtime
-
-    monkeypatch.setattr(runtime, "_layout", case.prefill_layout)
-    engine = CopyEngine()
-    prefill = Prefill(engine, 40, 16, layout=case.prefill_layout)
-    bad = Peer(case.layout, 0, 6, case.page_size, **dict(case.peer))
+def assert_refused(prefill: Prefill, bad: Peer, case: Misfit, caplog) -> None:
+    """``bad`` registers, asks for room 1 and is told why it gets nothing; the prefill's log says it too."""
     message = bad.registration()
     if case.frame:
         message[-1] = case.frame(message[-1])
@@ -414,6 +408,17 @@ def test_a_peer_that_does_not_fit_is_refused_in_one_sentence(case, monkeypatch, 
     assert any(case.words in r.getMessage() for r in caplog.records), "the prefill's log says why"
     prefill.send(1, np.arange(2), 0, 32, last=True)
     assert_failed([bad.verdict()], 1, case.words)
+
+
+@pytest.mark.parametrize("case", MISFITS, ids=lambda c: c.name)
+def test_a_peer_that_does_not_fit_is_refused_in_one_sentence(case, monkeypatch, caplog):
+    from sglang_dcp_block import runtime
+
+    monkeypatch.setattr(runtime, "_layout", case.prefill_layout)
+    engine = CopyEngine()
+    prefill = Prefill(engine, 40, 16, layout=case.prefill_layout)
+    bad = Peer(case.layout, 0, 6, case.page_size, **dict(case.peer))
+    assert_refused(prefill, bad, case, caplog)
     assert not engine.batches, "not a byte was sent"
     for layer in bad.kv:
         assert (layer == 0xA5).all()

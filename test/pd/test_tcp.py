@@ -4,14 +4,22 @@ A process for each decode rank holds its buffers behind a TransferEngine and doe
 manager. After each request every byte of every rank comes back for the row audit.
 """
 
-import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import CANARY, GUARD_ROWS, LAYERS, Peer, Prefill, assert_rows, buffers
+from harness import (
+    CANARY,
+    LAYERS,
+    Prefill,
+    RemotePeer,
+    assert_all_rows,
+    buffers,
+    remote_ranks,
+    serve_buffers,
+)
 from test_any_pair import Server
 from test_mooncake_hooks import Request, assert_failed, run_request, succeeded
 
@@ -54,55 +62,20 @@ class Tcp:
 
 
 def decode_process(pipe: Connection, rows: int) -> None:
-    """Holds the buffers of one rank; on 'read' hands over all bytes and fills them with CANARY again."""
     engine = Tcp()
     kv, aux = buffers(rows, CANARY), np.zeros(64, np.uint64)
     engine.register([*kv, aux])
-    pipe.send((f"127.0.0.1:{engine.engine.get_rpc_port()}", [b.ctypes.data for b in kv], aux.ctypes.data))
-    while pipe.recv() == "read":
-        pipe.send(([b.base for b in kv], int(aux[2])))
-        for b in kv:
-            b.base[:] = CANARY
+    serve_buffers(pipe, f"127.0.0.1:{engine.engine.get_rpc_port()}", kv, aux)
 
 
-class RemotePeer(Peer):
-    """A rank whose buffers are in another process; ``read`` brings their bytes here for the audit."""
-
-    def __init__(self, layout: DcpLayout, rank: int, virtual_pages: int, page_size: int, pipe: Connection) -> None:
-        assert pipe.poll(60), "a decode process did not start"
-        session, kv_ptrs, aux_ptr = pipe.recv()
-        engine = SimpleNamespace(get_session_id=lambda: session)
-        super().__init__(layout, rank, virtual_pages, page_size, engine=engine)
-        self.manager.kv_args.kv_data_ptrs, self.manager.kv_args.aux_data_ptrs = kv_ptrs, [aux_ptr]
-        self.pipe = pipe
-
-    def read(self) -> None:
-        self.pipe.send("read")
-        layers, self.aux[2] = self.pipe.recv()
-        self.kv = [b[GUARD_ROWS:-GUARD_ROWS] for b in layers]
+class RemoteTcpPeer(RemotePeer):
+    def engine_at(self, address: str) -> SimpleNamespace:
+        return SimpleNamespace(get_session_id=lambda: address)
 
 
 @pytest.fixture
 def decode_server():
-    """(layout, virtual pages, page size) -> peers and their processes, one for each rank."""
-    context = multiprocessing.get_context("spawn")
-    running = []
-
-    def start(layout: DcpLayout, virtual_pages: int, page_size: int, tp_size: int | None = None):
-        pipes = []
-        for _ in range(tp_size or layout.dcp_size):
-            mine, theirs = context.Pipe()
-            rows = virtual_pages * layout.rows_per_virtual_page(page_size)
-            running.append(context.Process(target=decode_process, args=(theirs, rows), daemon=True))
-            running[-1].start()
-            pipes.append(mine)
-        peers = [RemotePeer(layout, rank, virtual_pages, page_size, pipe) for rank, pipe in enumerate(pipes)]
-        return peers, running[-len(peers) :]
-
-    yield start
-    for process in running:
-        process.kill()
-        process.join()
+    yield from remote_ranks(decode_process, RemoteTcpPeer)
 
 
 def prefill_server(pages: int, page_size: int) -> Prefill:
@@ -112,15 +85,10 @@ def prefill_server(pages: int, page_size: int) -> Prefill:
     return prefill
 
 
-def assert_all_rows(peers, want) -> None:
+def assert_rows_there(peers, want) -> None:
     for peer in peers:
         peer.read()
-    assert_rows_read(peers, want)
-
-
-def assert_rows_read(peers, want) -> None:
-    for peer, rows in zip(peers, want, strict=True):
-        assert_rows(peer, rows)
+    assert_all_rows(peers, want)
 
 
 @pytest.mark.parametrize("dcp_size,block_size,page_size", [(2, 64, 64), (4, 16, 64), (2, 16, 16)])
@@ -134,7 +102,7 @@ def test_rows_over_tcp(decode_server, dcp_size, block_size, page_size):
             room += 1
             verdicts, want = run_request(prefill, peers, Request(length, 0, chunk), room, room, register=room == 1)
             assert succeeded(verdicts), verdicts
-            assert_all_rows(peers, want)
+            assert_rows_there(peers, want)
             assert all(peer.aux[2] == 1 for peer in peers)
     assert prefill.threads_alive()
     assert prefill.manager._dcp_pack_buffers is None
@@ -161,10 +129,10 @@ def test_rows_of_any_pair_over_tcp(prefill, decode, servers, decode_server):
     for length, chunk in ((1, 1200), (decode.layout.cycle + 3, 1200), (1111, 300)):
         request = pair.send(length, chunk=chunk)
         assert request.succeeded, request.verdicts
-        assert_all_rows(pair.receivers, pair.expected(0, length))
+        assert_rows_there(pair.receivers, pair.expected(0, length))
         assert all(peer.aux[2] == 1 for peer in pair.receivers)
     with pytest.raises(AssertionError):  # control: one row more than another length has
-        assert_rows_read(pair.receivers, pair.expected(0, 1110))
+        assert_all_rows(pair.receivers, pair.expected(0, 1110))
 
 
 def test_a_long_request_stays_under_the_lanes_queue(decode_server):
@@ -173,7 +141,7 @@ def test_a_long_request_stays_under_the_lanes_queue(decode_server):
     prefill, (peers, _) = prefill_server(3200, 4), decode_server(layout, 1600, 4)
     verdicts, want = run_request(prefill, peers, Request(3000 * 4), room=1)
     assert succeeded(verdicts), verdicts
-    assert_all_rows(peers, want)
+    assert_rows_there(peers, want)
     kv = [n for n in prefill.manager.engine.sizes if n > 1]
     assert sum(kv) == 2 * LAYERS * 1500 and max(kv) == ours.MAX_BATCH_SEGMENTS
 
@@ -190,7 +158,7 @@ def test_control_a_destination_off_by_one_is_seen(decode_server, monkeypatch):
     verdicts, want = run_request(prefill, peers, Request(128), room=1)
     assert succeeded(verdicts)
     with pytest.raises(AssertionError):
-        assert_all_rows(peers, want)
+        assert_rows_there(peers, want)
 
 
 def test_a_killed_decode_process_fails_its_requests_and_no_others(decode_server, monkeypatch):
@@ -216,5 +184,5 @@ def test_a_killed_decode_process_fails_its_requests_and_no_others(decode_server,
     others, _ = decode_server(layout, 10, 16)
     verdicts, want = run_request(prefill, others, Request(200), room=2)
     assert succeeded(verdicts), verdicts
-    assert_all_rows(others, want)
+    assert_rows_there(others, want)
     assert prefill.threads_alive()
