@@ -227,10 +227,6 @@ def _is_mla(launch: Launch) -> bool:
     return launch.model.attention_arch.name == "MLA"
 
 
-def _tested_storage(backend: str | None) -> bool:
-    return backend is None or backend in TESTED_STORAGE_BACKENDS
-
-
 def _architecture(launch: Launch) -> str:
     return (launch.model.hf_config.architectures or ["unknown"])[0]
 
@@ -419,14 +415,17 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "hicache-storage",
         "HiCache storage backends other than file",
-        lambda launch: launch.cfg.enable_hierarchical_cache and not _tested_storage(launch.cfg.hicache_storage_backend),
+        lambda launch: (
+            launch.cfg.enable_hierarchical_cache
+            and launch.cfg.hicache_storage_backend not in (None, *TESTED_STORAGE_BACKENDS)
+        ),
         f"{FLAG} {{B}} is not tested with --hicache-storage-backend {{storage}}: use file, or host memory alone.",
         lambda launch: {"storage": launch.cfg.hicache_storage_backend},
     ),
     Refusal(
         "hicache-pd",
         "HiCache on a PD prefill or decode server",
-        lambda launch: launch.cfg.enable_hierarchical_cache and launch.cfg.disaggregation_mode not in (None, "null"),
+        lambda launch: launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None,
         f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache on a PD {{mode}} server: "
         "drop --enable-hierarchical-cache.",
         lambda launch: {"mode": launch.cfg.disaggregation_mode},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -303,6 +304,32 @@ def paired_layers(manager: Any, dst_ptrs: list[int], dst_layer_ids: Sequence[int
         return src_ptrs, [dst_ptrs[i] for i in order]
     src_ptrs, dst_ptrs, _ = manager.get_mla_kv_ptrs_with_pp(src_ptrs, dst_ptrs)
     return src_ptrs, dst_ptrs
+
+
+def log_chunk(
+    log: logging.Logger,
+    session: str,
+    rank: int,
+    transfer: Transfer,
+    batches: int,
+    began: float,
+    planned: float,
+    did: str,
+) -> None:
+    """A line of docs/pd.md. began, planned: time.perf_counter(). did: what came after the plan and ends now."""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
+            "kv_chunk session=%s rank=%d tokens=%d segments=%d bytes=%d batches=%d plan_us=%.0f %s_us=%.0f",
+            session,
+            rank,
+            transfer.segments.total_rows,
+            transfer.src.size,
+            transfer.n_bytes,
+            batches,
+            (planned - began) * 1e6,
+            did,
+            (time.perf_counter() - planned) * 1e6,
+        )
 
 
 def _is_sender(manager: Any, peer: Any, mine: wire.KvGeometry) -> bool:

@@ -15,7 +15,15 @@ import numpy as np
 
 from sglang_dcp_block import metrics
 from sglang_dcp_block.disaggregation import wire
-from sglang_dcp_block.disaggregation.common import Chunk, described_peer, is_stock, paired_layers, pd_row, plan_chunk
+from sglang_dcp_block.disaggregation.common import (
+    Chunk,
+    described_peer,
+    is_stock,
+    log_chunk,
+    paired_layers,
+    pd_row,
+    plan_chunk,
+)
 from sglang_dcp_block.hooks import Hook
 
 logger = logging.getLogger(__name__)
@@ -103,22 +111,11 @@ def send_kvcache_dcp(
         transfer = plan_chunk(manager, dst_dcp_size, dst_dcp_rank, chunk, src_ptrs, dst_ptrs, row_bytes)
     except (ValueError, RuntimeError) as error:
         return _fail_request(manager, mooncake_session_id, str(error))
-    segments, src, dst, sizes = transfer
+    _, src, dst, sizes = transfer
     planned = time.perf_counter()
     limit = getattr(manager, "max_transfer_batch_indices", 0)
     problem, batches = send_batches(manager.engine, mooncake_session_id, src, dst, sizes, limit)
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "kv_chunk session=%s rank=%d tokens=%d segments=%d bytes=%d batches=%d plan_us=%.0f send_us=%.0f",
-            mooncake_session_id,
-            dst_dcp_rank,
-            segments.total_rows,
-            src.size,
-            transfer.n_bytes,
-            batches,
-            (planned - began) * 1e6,
-            (time.perf_counter() - planned) * 1e6,
-        )
+    log_chunk(logger, mooncake_session_id, dst_dcp_rank, transfer, batches, began, planned, "send")
     if problem is not None:
         return _fail_request(manager, mooncake_session_id, problem)
     metrics.record_transfer(src.size, transfer.n_bytes, time.perf_counter() - planned)

@@ -23,6 +23,7 @@ from sglang_dcp_block.disaggregation.common import (
     Transfer,
     described_peer,
     is_stock,
+    log_chunk,
     paired_layers,
     pd_row,
     plan_chunk,
@@ -144,18 +145,7 @@ def send_kvcache_dcp(
     if transfer.src.size:
         handles.append(_post(manager, peer_name, dst_info, transfer))
         _transfers().append(_Posted(transfer.src.size, transfer.n_bytes, planned))
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "kv_chunk session=%s rank=%d tokens=%d segments=%d bytes=%d batches=%d plan_us=%.0f post_us=%.0f",
-            peer_name,
-            rank,
-            transfer.segments.total_rows,
-            transfer.src.size,
-            transfer.n_bytes,
-            len(handles),
-            (planned - began) * 1e6,
-            (time.perf_counter() - planned) * 1e6,
-        )
+    log_chunk(logger, peer_name, rank, transfer, len(handles), began, planned, "post")
     return handles
 
 
