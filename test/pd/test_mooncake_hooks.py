@@ -6,6 +6,7 @@ must still hold its canary.
 
 import json
 import logging
+import threading
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -491,6 +492,7 @@ class Decode:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         self.prefill_info_table, self.failures = {}, {}
+        self.failure_records, self.failure_lock = self.failures, threading.Lock()
         self.addr_to_rooms_tracker = {address: {1, 2}, "elsewhere:1": {3}}
         self.request_status = {1: KVPoll.Bootstrapping, 2: KVPoll.WaitingForInput, 3: KVPoll.Bootstrapping}
         self.is_mla_backend, self.dcp_size, self.attn_tp_size, self.pp_size = True, 2, 2, 1
@@ -581,6 +583,38 @@ def test_a_prefill_without_the_plugin_is_refused_before_anything_is_sent(bootstr
         "start this server with --dcp-block-size 1."
     }
     assert decode.request_status == {1: KVPoll.Failed, 2: KVPoll.WaitingForInput, 3: KVPoll.Bootstrapping}
+
+
+def reason_of(decode: Decode, address: str, room: int) -> str:
+    """What SGLang answers to a request of ``room`` that failed on some rank of this decode server."""
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
+
+    receiver = SimpleNamespace(kv_mgr=decode, bootstrap_addr=address, bootstrap_room=room, clear=lambda: None)
+    with pytest.raises(KVTransferError) as error:
+        CommonKVReceiver.failure_exception(receiver)
+    return str(error.value)
+
+
+def test_a_refused_request_says_why_whichever_rank_refused_it_first(bootstrap):
+    address = bootstrap(with_plugin=False)
+    decode = Decode(address)
+    assert "another rank" in reason_of(decode, address, 4), "the control: this rank has not asked yet"
+    assert ask(decode, address, takes(decode)) is False
+    assert "does not run sglang-dcp-block" in reason_of(decode, address, 1)
+    assert "does not run sglang-dcp-block" in reason_of(decode, address, 4), "came after, another rank refused it"
+    decode.record_failure(5, "Aborted by AbortReq.")
+    assert "does not run sglang-dcp-block" in reason_of(decode, address, 5), "SGLang gave up on the server"
+    assert "another rank" in reason_of(decode, "elsewhere:1", 3), "other servers have nothing to do with it"
+
+
+def test_a_refusal_is_forgotten_when_the_server_is_asked_again(bootstrap):
+    """It may have been restarted with the plugin, or be gone."""
+    address = bootstrap(with_plugin=True)
+    decode = Decode(address)
+    for port in (address, "127.0.0.1:9"):
+        common.refusals_of(decode)[port] = "an old refusal"
+        ask(decode, port, takes(decode))
+    assert not common.refusals_of(decode)
 
 
 def test_a_prefill_with_the_plugin_is_taken(bootstrap):

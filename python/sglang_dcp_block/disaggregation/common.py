@@ -95,6 +95,7 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
         return original(manager, bootstrap_addr)
     import requests
 
+    refusals_of(manager).pop(bootstrap_addr, None)
     try:
         response = requests.get(f"http://{bootstrap_addr}{wire.ROUTE}", timeout=5)
         if response.status_code >= 500:  # not up yet, or a proxy's word: says nothing about the plugin
@@ -154,10 +155,28 @@ def _take_prefill(
     return True
 
 
+def refusals_of(manager: Any) -> dict[str, str]:
+    """Why this decode rank refused a prefill server when it asked last, by bootstrap address."""
+    return vars(manager).setdefault("dcp_block_refusals", {})
+
+
+def failure_exception(original: Callable[..., None], receiver: Any) -> None:
+    """Ends a request with the refusal of its prefill server, whichever rank saw it first.
+
+    Each rank asks at most once a second by its own clock, and one rank's refusal fails the request on all. After
+    fifteen refusals SGLang also aborts the request, which would put its own reason in place of ours.
+    """
+    refusal = refusals_of(receiver.kv_mgr).get(receiver.bootstrap_addr)
+    if refusal is not None:
+        receiver.kv_mgr.record_failure(receiver.bootstrap_room, refusal)
+    original(receiver)
+
+
 def _fail_waiting_requests(manager: Any, bootstrap_addr: str, refusal: str) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     logger.error("Refusing prefill server %s: %s", bootstrap_addr, refusal)
+    refusals_of(manager)[bootstrap_addr] = refusal
     for room in list(manager.addr_to_rooms_tracker.get(bootstrap_addr, ())):
         if manager.request_status.get(room) == KVPoll.Bootstrapping:
             manager.record_failure(room, refusal)
@@ -416,6 +435,13 @@ COMMON_HOOKS: tuple[Hook, ...] = (
         "7b7cdcf5e0a38f4e",
         "pd_decode",
         "a prefill server without the plugin fills the wrong rows; only one rank of a prefill DCP is asked for KV",
+    ),
+    pd_row(
+        f"{_COMMON}:CommonKVReceiver.failure_exception",
+        "common:failure_exception",
+        "78839c59d2a6ab1c",
+        "pd_decode",
+        "a request that another rank refused first, or that is refused for the fifteenth time, ends without the reason",
     ),
     pd_row(
         f"{_COMMON}:CommonKVManager.requires_dcp_relayout",
