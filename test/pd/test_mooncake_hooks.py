@@ -787,8 +787,13 @@ def test_every_hook_ran():
 
     prefill, peers = Prefill(CopyEngine(refuse=lambda *_: 0), 40, 16), peers_of(DcpLayout(2, 16), 16)
     assert succeeded(run_request(prefill, peers, Request(77), room=1)[0])
-    # Called directly above; by a launcher, in test_engines.py; by senders, in test_any_pair.py.
-    elsewhere = ("try_ensure_parallel_info", "start_disagg_service", "pop_decode_prefix_len")
+    # Called above, by tests of the decode side; by a launcher, in test_engines.py; by senders, in test_any_pair.py.
+    elsewhere = (
+        "try_ensure_parallel_info",
+        "CommonKVReceiver.failure_exception",
+        "start_disagg_service",
+        "pop_decode_prefix_len",
+    )
     missing = [
         h.target
         for h in [*common.COMMON_HOOKS, *ours.MOONCAKE_HOOKS]
