@@ -781,19 +781,20 @@ def test_frame_round_trip():
     }
 
 
-def test_every_hook_ran():
+def test_every_hook_ran(bootstrap, monkeypatch):
     """Rows of the table that this file did not exercise would be untested code."""
     from sglang_dcp_block.hooks import call_counts
 
-    prefill, peers = Prefill(CopyEngine(refuse=lambda *_: 0), 40, 16), peers_of(DcpLayout(2, 16), 16)
-    assert succeeded(run_request(prefill, peers, Request(77), room=1)[0])
-    # Called above, by tests of the decode side; by a launcher, in test_engines.py; by senders, in test_any_pair.py.
-    elsewhere = (
-        "try_ensure_parallel_info",
-        "CommonKVReceiver.failure_exception",
-        "start_disagg_service",
-        "pop_decode_prefix_len",
-    )
+    monkeypatch.setattr(ours, "RETRY_PAUSE_S", 0.001)
+    call_counts.clear()
+    working, failing = CopyEngine(), CopyEngine(refuse=lambda *_: -1)
+    for engine, succeeds in ((working, True), (failing, False)):
+        prefill, peers = Prefill(engine, 40, 16), peers_of(DcpLayout(2, 16), 16)
+        assert succeeded(run_request(prefill, peers, Request(77), room=1)[0]) == succeeds
+    address = bootstrap(with_plugin=True)
+    reason_of(Decode(address), address, 1)
+    # Tests of the decode side call it directly; a launcher, in test_engines.py; senders, in test_any_pair.py.
+    elsewhere = ("try_ensure_parallel_info", "start_disagg_service", "pop_decode_prefix_len")
     missing = [
         h.target
         for h in [*common.COMMON_HOOKS, *ours.MOONCAKE_HOOKS]
