@@ -317,6 +317,7 @@ def broken_machine() -> list[doctor.Check]:
         doctor.check_gpus(["NVIDIA H200"] * 3, nvlink, 8),
         *doctor.check_mooncake({"mooncake-transfer-engine": "0.3.13.post1"}, "13.0", 3),
         doctor.Check("mooncake import", "fail", doctor.explain_import_error(missing)),
+        doctor.check_nixl("1.6.0"),
         *doctor.check_settings(settings),
         doctor.Check("peer", "fail", str(fault)),
     ]

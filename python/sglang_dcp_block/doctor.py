@@ -48,6 +48,8 @@ MOONCAKE_CUDA = {
     "mooncake-transfer-engine-cuda13": 13,
     "mooncake-transfer-engine-non-cuda": None,
 }
+#: The NIXL that this project's extra ``nixl`` installs.
+NIXL_VERSION = "1.5.1"
 PEER_TIMEOUT_S = 5.0
 
 
@@ -279,6 +281,44 @@ def check_libraries(libraries: Mapping[str, str] | None = None) -> Check:
     return Check("libraries", "ok", f"{', '.join(libraries)} can be loaded.")
 
 
+# -- NIXL --------------------------------------------------------------------------------------------------------------
+
+
+def check_nixl(installed: str | None) -> Check:
+    """``installed``: version of the distribution ``nixl``, None without it. Nothing but its own backend needs it."""
+    if installed is None:
+        return Check("nixl", "ok", "no NIXL, which --disaggregation-transfer-backend nixl alone needs.")
+    if installed != NIXL_VERSION:
+        return Check(
+            "nixl", "warn", f"nixl {installed} is not the one this project has tried: {NIXL_VERSION} is tested."
+        )
+    return Check("nixl", "ok", f"nixl {installed} fits.")
+
+
+def check_nixl_import(python: str = sys.executable, environ: Mapping[str, str] | None = None) -> Check:
+    """Start an agent without a backend in a process of its own; it must find UCX, the plugin that is tested."""
+    agent = "nixl_agent('doctor', nixl_agent_config(backends=[]))"
+    code = f"from nixl._api import nixl_agent, nixl_agent_config; print({agent}.get_plugin_list())"
+    run = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, env=environ and dict(environ), timeout=120
+    )
+    if run.returncode != 0:
+        last = (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1].rstrip(".")
+        return Check("nixl import", "fail", f"NIXL can't be started ({last}): reinstall nixl=={NIXL_VERSION}.")
+    if "'UCX'" not in run.stdout:
+        return Check(
+            "nixl import", "fail", f"NIXL finds no UCX plugin: unset NIXL_PLUGIN_DIR or reinstall nixl=={NIXL_VERSION}."
+        )
+    return Check("nixl import", "ok", "NIXL can be started and has the UCX plugin.")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
@@ -465,6 +505,9 @@ def diagnose(settings: Settings, peers: Iterable[str] = ()) -> list[Check]:
     checks += check_mooncake(installed, torch_cuda(), len(names))
     if installed:
         checks += [check_libraries(), check_mooncake_import()]
+    checks.append(check_nixl(nixl := _version("nixl")))
+    if nixl:
+        checks.append(check_nixl_import())
     return [*checks, *check_settings(settings), *check_peers(peers, settings)]
 
 

@@ -248,6 +248,10 @@ def _nixl_plugin() -> str:
     return envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
 
 
+def _has_host_cache_and_pd(launch: Launch) -> bool:
+    return launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "block-without-dcp",
@@ -423,19 +427,20 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"storage": launch.cfg.hicache_storage_backend},
     ),
     Refusal(
-        "hicache-pd",
-        "HiCache on a PD prefill or decode server",
-        lambda launch: launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None,
-        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache on a PD {{mode}} server: "
+        "hicache-pd-dp-attention",
+        "HiCache on a PD server with DP attention",
+        lambda launch: _has_host_cache_and_pd(launch) and (launch.cfg.attn_dp_size or 1) > 1,
+        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention on a PD {{mode}} server: "
         "drop --enable-hierarchical-cache.",
         lambda launch: {"mode": launch.cfg.disaggregation_mode},
     ),
     Refusal(
-        "hicache-dp-attention",
-        "HiCache with DP attention",
-        lambda launch: launch.cfg.enable_hierarchical_cache and (launch.cfg.attn_dp_size or 1) > 1,
-        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention: "
-        "drop --enable-hierarchical-cache.",
+        "hicache-pd-storage",
+        "HiCache storage on a PD server",
+        lambda launch: _has_host_cache_and_pd(launch) and launch.cfg.hicache_storage_backend is not None,
+        f"{FLAG} {{B}} is not tested with --hicache-storage-backend on a PD {{mode}} server: "
+        "drop --hicache-storage-backend, host memory alone is tested.",
+        lambda launch: {"mode": launch.cfg.disaggregation_mode},
     ),
     _flag("lmcache", "enable_lmcache", "LMCache"),
     _flag("flexkv", "enable_flexkv", "FlexKV"),

@@ -83,6 +83,6 @@ def test_float16_partials_reach_the_layer_in_the_models_dtype(comm: str, merge: 
 
 
 def test_every_fault_is_tried() -> None:
-    """Here, lost-rows in test_accuracy.py and blind-store in test_hicache.py."""
+    """Here, lost-rows in test_accuracy.py, blind-store and pages-astray in test_hicache.py."""
     here = {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "float16-partials"}
-    assert set(FAULTS) == here | {"lost-rows", "blind-store"}
+    assert set(FAULTS) == here | {"lost-rows", "blind-store", "pages-astray"}

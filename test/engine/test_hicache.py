@@ -20,7 +20,14 @@ from test_matrix import LOGPROB_TOLERANCE, check, dcp, prompt
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.audit import audit_requests, load_pools, load_requests
 from sglang_dcp_block.testing.cpu_testbed import SABOTAGE_VARIABLE
-from sglang_dcp_block.testing.engine import REFERENCE, CaseResult, EngineSpec, Round, differences
+from sglang_dcp_block.testing.engine import (
+    REFERENCE,
+    Answer,
+    CaseResult,
+    EngineSpec,
+    Round,
+    differences,
+)
 
 KEY_HOOK = "sglang.srt.managers.cache_controller:HiCacheController._generate_storage_config"
 ROWS_HOOK = "sglang.srt.layers.dcp.layout:maybe_dcp_kernel_indices"
@@ -40,14 +47,20 @@ WHOLE = Round([BASE], 4, "whole")
 ROUNDS = [FILL, *EVICT, *back_at(*CUTS), WHOLE]
 
 
-def server(block: int, store: Path | None = None, ranks: int = 2, backend: str = "flashinfer", **more) -> EngineSpec:
-    """Room for 576 slots on the ranks together and for four times as many in host memory."""
+def server(
+    block: int, store: Path | dict | None = None, ranks: int = 2, backend: str = "flashinfer", **more
+) -> EngineSpec:
+    """Room for 576 slots on the ranks together and for four times as many in host memory.
+
+    store: a folder, or what SGLang's configuration of a Mooncake store says.
+    """
     spec = dcp(ranks, block, backend, page=64 // ranks, max_total_tokens=576 // ranks, chunked=512 // ranks)
     extra = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0} | more.pop("extra", {})
     if store is not None:
         # Ask for every page, and wait until it is there.
-        where = json.dumps({"file_storage_path": str(store), "prefetch_threshold": 1})
-        extra |= {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": where}
+        where = store if isinstance(store, dict) else {"file_storage_path": str(store)}
+        extra |= {"hicache_storage_backend": "mooncake" if isinstance(store, dict) else "file"}
+        extra |= {"hicache_storage_backend_extra_config": json.dumps(where | {"prefetch_threshold": 1})}
         extra |= {"hicache_storage_prefetch_policy": "wait_complete"}
     return replace(spec, extra=spec.extra | extra, **more)
 
@@ -166,3 +179,54 @@ def test_ranks_that_hold_the_same_rows_share_a_store(expected, run_engine, tmp_p
     second = run_engine(spec, rounds)
     assert came_from(second, "storage") == [[128], [256]]
     check(second, DcpLayout(2, 16), *expected(rounds))
+
+
+# -- DP attention ------------------------------------------------------------------------------------------------------
+
+
+def side_by_side(rounds: list[Round]) -> list[Round]:
+    """For two groups, which take requests in turn: each round's first prompt, and beside it that of the round before.
+
+    So the groups evict and load different pages in the same step.
+    """
+    steps = [(one, rounds[max(at - 1, 0)]) for at, one in enumerate(rounds)]
+    return [Round([a.prompts[0], b.prompts[0]], min(a.new_tokens, b.new_tokens), a.name) for a, b in steps]
+
+
+GROUPS = side_by_side([FILL, *EVICT, *back_at(64, 129, 300), WHOLE, WHOLE])
+
+
+def groups(**more) -> EngineSpec:
+    return server(16, tp=4, extra={"attn_dp_size": 2}, **more)
+
+
+def test_two_groups_under_dp_attention(expected, run_engine) -> None:
+    """Four ranks in two groups, each with requests, a pool and a host memory of its own."""
+    alone, rows = expected(ROUNDS)
+    known = {tuple(one.prompts[0]): answers[0] for one, answers in zip(ROUNDS, alone.answers, strict=True)}
+
+    def cut(answer: Answer, n: int) -> Answer:
+        return replace(answer, tokens=answer.tokens[:n], logprobs=answer.logprobs[:n])
+
+    wanted = [[cut(known[tuple(p)], one.new_tokens) for p in one.prompts] for one in GROUPS]
+    result = run_engine(groups(), GROUPS)
+    check(result, DcpLayout(2, 16), replace(alone, answers=wanted), rows)
+    # One group takes each step right after the other did.
+    assert came_from(result, "host") == [[0, 0]] * 3 + [[64, 0], [64, 64], [128, 64], [128, 128], [0, 128]]
+
+
+@pytest.mark.slow
+def test_pages_that_change_places_show(expected, run_engine) -> None:
+    """The control, in both groups: attention over whole pages doesn't ask for their order, the audit does."""
+    rounds = [*GROUPS[:4], GROUPS[-1]]
+    result = run_engine(groups(env={SABOTAGE_VARIABLE: "pages-astray"}), rounds)
+    assert came_from(result, "host")[-1] == [320, 384]
+    answered, rows = expected(ROUNDS)
+    last = [r for r in load_requests(result.audit) if len(r.tokens) == len(BASE) + WHOLE.new_tokens - 1]
+    names = {r.rid for r in last}
+    assert len(names) == 2
+    for name in names:
+        report = audit_requests(DcpLayout(2, 16), [r for r in last if r.rid == name], rows)
+        assert report.mismatches > 0 and "differs by" in str(report), str(report)
+    for answer in result.answers[-1]:
+        assert not differences([answer], answered.answers[-1], LOGPROB_TOLERANCE)

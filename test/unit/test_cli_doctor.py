@@ -188,6 +188,40 @@ def test_other_import_errors():
     assert "reinstall the Mooncake wheel" in doctor.explain_import_error("Traceback\nImportError: bad magic")
 
 
+# -- NIXL
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "words"),
+    [(None, "ok", "no NIXL"), (doctor.NIXL_VERSION, "ok", "fits"), ("1.6.0", "warn", "1.5.1 is tested")],
+)
+def test_nixl_version(installed, status, words):
+    check = doctor.check_nixl(installed)
+    assert check.status == status and words in check.message
+
+
+def test_nixl_version_is_that_of_the_extra():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'nixl = ["nixl=={doctor.NIXL_VERSION}"]' in project
+
+
+def test_nixl_for_real(tmp_path):
+    """As installed, without a plugin, with another one alone, and in pieces."""
+    assert doctor.check_nixl_import() == Check("nixl import", "ok", "NIXL can be started and has the UCX plugin.")
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    environ = os.environ | {"NIXL_PLUGIN_DIR": str(plugins)}
+    assert "No plugins available" in doctor.check_nixl_import(environ=environ).message
+    other = next(SITE.glob(".nixl*/plugins/libplugin_POSIX.so"))
+    (plugins / other.name).symlink_to(other)
+    check = doctor.check_nixl_import(environ=environ)
+    assert check.status == "fail" and "no UCX plugin: unset NIXL_PLUGIN_DIR" in check.message
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl/__init__.py").touch()
+    check = doctor.check_nixl_import(environ=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert check.status == "fail" and "(ModuleNotFoundError: No module named 'nixl._api')" in check.message
+
+
 # -- GPUs: the matrix as nvidia-smi prints it (underlined head, then one row a device)
 
 MATRIX = """\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m

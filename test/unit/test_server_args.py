@@ -125,11 +125,14 @@ ASKED: dict[str, tuple[dict, str]] = {
         HICACHE | dict(hicache_io_backend="kernel_ascend"),
         "--hicache-io-backend kernel_ascend and --hicache-mem-layout page_first",
     ),
-    "hicache-storage": (HICACHE | dict(hicache_storage_backend="mooncake"), "mooncake: use file"),
-    "hicache-pd": (HICACHE | dict(disaggregation_mode="decode"), "on a PD decode server"),
-    "hicache-dp-attention": (
-        HICACHE | dict(attn_dp_size=2, dcp_size=4, attention_backend="flashinfer"),
-        "DP attention: drop --enable-hierarchical-cache",
+    "hicache-storage": (HICACHE | dict(hicache_storage_backend="nixl"), "nixl: use file"),
+    "hicache-pd-dp-attention": (
+        HICACHE | dict(disaggregation_mode="decode", attn_dp_size=2, dcp_size=4, attention_backend="flashinfer"),
+        "DP attention on a PD decode server",
+    ),
+    "hicache-pd-storage": (
+        HICACHE | dict(disaggregation_mode="prefill", hicache_storage_backend="file"),
+        "on a PD prefill server: drop --hicache-storage-backend",
     ),
     "lmcache": (dict(enable_lmcache=True), "--enable-lmcache"),
     "flexkv": (dict(enable_flexkv=True), "--enable-flexkv"),
@@ -210,12 +213,16 @@ def test_a_supported_launch_is_not_refused(on_cuda):
     assert server_args.refusals_for(launch()) == []
     assert server_args.refusals_for(launch(attention_backend="flashinfer", dcp_comm_backend="ag_rs")) == []
     assert server_args.refusals_for(launch(**HICACHE)) == []
-    assert server_args.refusals_for(launch(**HICACHE, hicache_storage_backend="file")) == []
+    for storage in server_args.TESTED_STORAGE_BACKENDS:
+        assert server_args.refusals_for(launch(**HICACHE, hicache_storage_backend=storage)) == []
     for backend in server_args.TESTED_BACKENDS:
-        assert server_args.refusals_for(launch(attention_backend=backend, attn_dp_size=2, dcp_size=4)) == []
+        groups = dict(attention_backend=backend, attn_dp_size=2, dcp_size=4)
+        assert server_args.refusals_for(launch(**groups)) == []
+        assert server_args.refusals_for(launch(**groups, **HICACHE)) == []
     for transfer in server_args.TESTED_TRANSFER_BACKENDS:
         pd = dict(disaggregation_mode="decode", disaggregation_transfer_backend=transfer)
         assert server_args.refusals_for(launch(**pd)) == []
+        assert server_args.refusals_for(launch(**pd, **HICACHE)) == []
 
 
 @pytest.mark.parametrize("id", ASKED)

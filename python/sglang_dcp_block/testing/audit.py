@@ -51,7 +51,10 @@ class RequestRecord(NamedTuple):
 
 
 class PoolRecord(NamedTuple):
-    """One scheduler's whole pool. rows: (layers, pool rows, row width). cached: (tokens, slots) of the radix cache."""
+    """One scheduler's whole pool. rows: (layers, pool rows, row width). cached: (tokens, slots) of the radix cache.
+
+    slots_from_host: how many a host cache has brought back since the start.
+    """
 
     rows: np.ndarray
     free_pages: np.ndarray
@@ -61,6 +64,7 @@ class PoolRecord(NamedTuple):
     dcp_rank: int
     page_slots: int
     page_rows: int
+    slots_from_host: int = 0
 
 
 def load_requests(audit: Path) -> list[RequestRecord]:

@@ -128,6 +128,10 @@ def _deferred(original: Callable) -> Callable:
     return importlib.import_module("sglang_dcp_block.testing.host_copies").deferred(original)
 
 
+def _done_when_asked_again(original: Callable) -> Callable:
+    return importlib.import_module("sglang_dcp_block.testing.host_copies").done_when_asked_again(original)
+
+
 def _unpinned(original: Callable) -> Any:
     return functools.partialmethod(original, pin_memory=False)
 
@@ -272,6 +276,13 @@ SHIMS: tuple[Shim, ...] = (
     ),
     Shim("hicache", _CACHE_CONTROLLER, "LayerLoadingEvent.complete", _host_copy("complete"), "the same"),
     Shim("hicache", _CACHE_CONTROLLER, "LayerLoadingEvent.wait", _host_copy("wait"), "the same"),
+    Shim(
+        "hicache",
+        "sglang.srt.mem_cache.unified_radix_cache",
+        "UnifiedRadixCache.is_load_back_event_done",
+        _done_when_asked_again,
+        "the same, where a PD decode server asks instead of waiting",
+    ),
     *(
         Shim("hicache", _HOST_POOL, name, _host_copy(name), "the copy kernels need a GPU", adds=True)
         for name in (

@@ -112,13 +112,13 @@ REFERENCE = EngineSpec(backend="flashinfer")
 @dataclass(frozen=True)
 class Round:
     """One batch of greedy requests. new_tokens: for each request alike, or at most so many where an end-of-text token
-    stops (``stop``). flush: empty the radix cache first.
+    stops (``stop``). flush: empty the radix cache first; of a PD pair, of both servers or of the one it names.
     """
 
     prompts: list[list[int]]
     new_tokens: int
     name: str = ""
-    flush: bool = False
+    flush: bool | str = False
     stop: bool = False
 
     @property

@@ -4,7 +4,8 @@ They take what ``sgl_kernel.kvcacheio`` takes and check what the kernels silentl
 rows, and a copy by pages gets whole pages of consecutive rows.
 
 A GPU loads a layer's rows while earlier layers compute, and a reader has to wait for its layer. So does a reader here:
-:func:`deferred` keeps a load back until :func:`wait` is called for its layer.
+:func:`deferred` keeps a load back until :func:`wait` is called for its layer. A PD decode server asks whether a load is
+done instead: :func:`done_when_asked_again`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,34 @@ def wait(event: Any, layer_index: int) -> None:
     for layer in [n for n in getattr(event, "loads", {}) if n <= layer_index]:
         for load in event.loads.pop(layer):
             load()
+
+
+def done_when_asked_again(original: Callable[..., bool]) -> Callable[..., bool]:
+    """``UnifiedRadixCache.is_load_back_event_done``: no at the first question about a load, yes at the next."""
+
+    @functools.wraps(original)
+    def is_done(tree: Any, consumer_index: int) -> bool:
+        if consumer_index >= 0 and tree.cache_controller is not None:
+            event = tree.cache_controller.layer_done_counter.events[consumer_index]
+            pending = getattr(event, "loads", {})
+            if pending and not getattr(event, "asked", False):
+                event.asked = True
+                return False
+            event.asked = False
+            wait(event, max(pending, default=0))
+        return original(tree, consumer_index)
+
+    return is_done
+
+
+def astray(load: Callable[..., None], where: Callable[[], bool] = lambda: True) -> Callable[..., None]:
+    """``load`` with a fault, while ``where()`` is true: the pages of one load change places."""
+
+    @functools.wraps(load)
+    def changed(pool: Any, device_pool: Any, host_indices: torch.Tensor, *rest: Any, **more: Any) -> None:
+        load(pool, device_pool, host_indices.roll(pool.logical_page_size) if where() else host_indices, *rest, **more)
+
+    return changed
 
 
 def _whole_pages(indices: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -257,6 +257,8 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "last chunk dropped": _last_chunk_dropped,
     ABORT: _slow,
 }
+#: A fault of one server's host cache, see :func:`_break_loads`.
+PAGES_ASTRAY = {role: f"pages astray at {role}" for role in ROLES}
 
 
 def _break_plans(folder: Path) -> None:
@@ -274,6 +276,16 @@ def _break_plans(folder: Path) -> None:
         return fault(plan, *sides_and_span) if fault else plan(*sides_and_span)
 
     common.plan_pair = broken  # type: ignore[assignment]
+
+
+def _break_loads(folder: Path, role: str) -> None:
+    """In rounds that say so, the pages of one load from host memory change places. Call before children are forked."""
+    from sglang_dcp_block.testing import host_copies
+
+    deferred = host_copies.deferred
+    host_copies.deferred = lambda load: deferred(
+        host_copies.astray(load, lambda: (folder / "fault").read_text() == PAGES_ASTRAY[role])
+    )
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------
@@ -307,6 +319,8 @@ def main(role: str, folder_name: str) -> None:
     began = [time.monotonic()]
     if role == "prefill" and any(one.name in FAULTS for one in rounds):
         _break_plans(folder)
+    if any(one.name == PAGES_ASTRAY[role] for one in rounds):
+        _break_loads(folder, role)
     if not spec.cold:
         import_sglang()
         Template().install()
@@ -327,7 +341,7 @@ def main(role: str, folder_name: str) -> None:
         began.append(time.monotonic())
         room = shared["first_room"]
         for number, one in enumerate(rounds):
-            if one.flush:
+            if one.flush in (True, role):
                 engine.flush_cache()
             if role == "prefill":
                 (folder / "fault").write_text(one.name)

@@ -6,7 +6,7 @@ one. So, in every scheduler process, while the variable is set:
 - pages that nobody owns hold NaN: all of them at the start and after a cache flush, each one when it is freed;
 - when a request gives its KV back (finished, retracted or aborted), its pages are copied to FOLDER before that;
 - ``engine.collective_rpc("dcp_block_audit", name=...)`` copies the whole pool, the free pages, the slots that the radix
-  cache keeps, and the hooks' call counts.
+  cache keeps, the slots that a host cache has brought back so far, and the hooks' call counts.
 
 Nothing here knows the layout: pages are copied whole, and a virtual page is the same rows on every rank under any
 layout. :mod:`sglang_dcp_block.testing.audit` decides, offline, which token belongs in which row.
@@ -32,10 +32,12 @@ import torch
 _scheduler: Any = None
 _folder: Path = Path()
 _sequences: list[list[int]] = []
+_slots_from_host = 0
 
 
 def install(folder: str) -> None:
     """Wrap the few SGLang functions through which KV is allocated, freed and given back. Called once per process."""
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache import common
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -50,6 +52,7 @@ def install(folder: str) -> None:
     _wrap(PagedTokenToKVPoolAllocator, "_release_page_ids", after=lambda self, *ids: _poison(self, torch.cat(ids)))
     _wrap(TokenToKVPoolAllocator, "free", after=_poison_tokens)
     _wrap(common, "release_kv_cache", before=_record_request)
+    _wrap(HiCacheController, "start_loading", before=_count_loads)
 
 
 def _wrap(owner: Any, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
@@ -157,6 +160,11 @@ def _record_request(req: Any, tree_cache: Any, **_: Any) -> None:
     _sequences.append(tokens)
 
 
+def _count_loads(controller: Any) -> None:
+    global _slots_from_host
+    _slots_from_host += sum(len(load.device_indices) for load in controller.load_queue)
+
+
 def _dump_pool(scheduler: Any, name: str) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -175,5 +183,6 @@ def _dump_pool(scheduler: Any, name: str) -> None:
         free_pages=allocator.get_all_free_pages().cpu().numpy(),
         cached=json.dumps([[list(tokens), slots] for tokens, slots in cached.items()]),
         call_counts=json.dumps(dict(getattr(hooks, "call_counts", {}))),
+        slots_from_host=_slots_from_host,
         **_identity(allocator),
     )

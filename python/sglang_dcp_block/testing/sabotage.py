@@ -76,6 +76,14 @@ def _blind_store() -> None:
     storage_key.storage_name = lambda model, _block, *rest: name(model, 16, *rest)
 
 
+def _pages_astray() -> None:
+    """The pages that one load brings back from host memory change places. On the CPU test bed."""
+    from sglang_dcp_block.testing import host_copies
+
+    deferred = host_copies.deferred
+    host_copies.deferred = lambda load: deferred(host_copies.astray(load))
+
+
 def _float16_partials() -> None:
     """Partial results go to the merge in float16, as they do from bfloat16 activations, which the interpreter lacks."""
     import torch
@@ -98,5 +106,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "lost-rows": _lose_rows,
     "unguarded-merge": _unguarded_merge,
     "blind-store": _blind_store,
+    "pages-astray": _pages_astray,
     "float16-partials": _float16_partials,
 }
