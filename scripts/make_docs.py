@@ -80,8 +80,11 @@ With the default block size of 1 and the FlashInfer backend, a server without PD
 
 
 SCOPE_TEXT = {
-    "block": "scheduler processes with a block size above 1, or with the Triton backend",
-    "triton": "scheduler processes of the Triton backend under DCP, at every block size",
+    "block": "scheduler processes with a block size above 1, or with MLA on the Triton backend",
+    "mla": "the same, of a model with multi-head latent attention (MLA)",
+    "triton": "scheduler processes of the Triton backend under DCP: with MLA at every block size, else above 1",
+    "triton_mla": "scheduler processes of the Triton backend under DCP with MLA, at every block size",
+    "gqa": "scheduler processes of a grouped-query model with a block size above 1",
     "flashinfer": "scheduler processes of the FlashInfer backend with a block size above 1",
     "pd_prefill": "scheduler processes of a Mooncake or NIXL prefill server, whatever its flags",
     "pd_decode": "scheduler processes of a Mooncake or NIXL decode server, whatever its flags",

@@ -129,7 +129,9 @@ def load_model(path: str | Path) -> ModelShape:
         k for k in ("kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers", "num_attention_heads") if not text.get(k)
     ]
     if missing:
-        raise UserError(f"{file} has no {missing[0]}: the block layout needs an MLA model such as DeepSeek-V2 or V3.")
+        raise UserError(
+            f"{file} has no {missing[0]}: sizes are advised for MLA models only, such as DeepSeek-V2 or V3."
+        )
     if "index_topk" in text:
         raise UserError(
             f"{file} uses sparse attention (index_topk), which the block layout does not support: leave it off."

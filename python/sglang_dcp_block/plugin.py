@@ -49,9 +49,14 @@ class Setup:
         return self._dcp_mla and self.backend == "triton"
 
     @property
-    def block(self) -> bool:
+    def mla(self) -> bool:
         """A layout other than SGLang's own, or a backend that we wire: the rule comes from layout.py everywhere."""
         return self._dcp_mla and (self.layout.block_size > 1 or self.backend == "triton")
+
+    @property
+    def gqa(self) -> bool:
+        """Grouped queries with blocks; token round-robin is SGLang's own."""
+        return self.layout.dcp_size > 1 and self.layout.block_size > 1 and not self.is_mla
 
     @property
     def flashinfer_block(self) -> bool:
@@ -64,8 +69,11 @@ SCOPES: dict[str, str | Callable[[Setup], bool]] = {
     "engine": "the launcher, once its engine module is loaded",
     "controller": "the controller of data-parallel ranks, when the plugin loads",
     "scheduler": "scheduler processes, when the plugin loads",
-    "block": lambda s: s.block,
-    "triton": lambda s: s.triton,
+    "block": lambda s: s.mla or s.gqa,
+    "mla": lambda s: s.mla,
+    "triton": lambda s: s.triton or s.gqa,
+    "triton_mla": lambda s: s.triton,
+    "gqa": lambda s: s.gqa,
     "flashinfer": lambda s: s.flashinfer_block,
     **COMMON_SCOPES,
     **MOONCAKE_SCOPES,
@@ -171,7 +179,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.dcp_hooks:translate_dcp_read_ids",
         "around",
         "643764646bc48608",
-        "block",
+        "mla",
         "a widened slot is read from the row of token round-robin",
         "test/engine/test_matrix.py",
     ),
@@ -180,7 +188,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.dcp_hooks:maybe_dcp_kernel_indices",
         "replace",
         "d8edfc7e85ab756c",
-        "block",
+        "mla",
         "a PD decode server's retracted KV is copied from and to the wrong rows",
         "test/unit/test_host_tiers.py",
     ),
@@ -189,7 +197,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.mem_cache.storage_key:storage_config",
         "around",
         "0c07af4c9973c70a",
-        "block",
+        "mla",
         "pages that were stored under another block size are found, and their rows lie where other tokens belong",
         "test/engine/test_hicache.py",
     ),
@@ -198,7 +206,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.dcp_hooks:set_mla_kv_buffer",
         "replace",
         "f6ce30bce64fb057",
-        "block",
+        "mla",
         "KV is written by the owner of token round-robin",
         "test/engine/test_matrix.py",
     ),
@@ -208,7 +216,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.dcp_hooks:prepare_extend_metadata",
         "around",
         "1553dc3116789f7b",
-        "block",
+        "mla",
         "an extend selects its prefix rows by stride over the whole batch",
         "test/engine/test_matrix.py",
     ),
@@ -217,7 +225,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.dcp_hooks:all_gather_kv_cache",
         "replace",
         "188e4f90ac69fa2a",
-        "block",
+        "mla",
         "the gathered prefix is put in token round-robin order",
         "test/engine/test_matrix.py",
     ),
@@ -226,7 +234,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.dcp_hooks:filter_chunk_kv_indices",
         "replace",
         "22103aba2a5b2562",
-        "block",
+        "mla",
         "a prefix chunk's rows are selected by stride",
         "test/engine/test_matrix.py",
     ),
@@ -255,7 +263,7 @@ HOOKS: tuple[Hook, ...] = (
         "triton",
         "add",
         "9056ffb518064c99",
-        "triton",
+        "triton_mla",
         "the model hands Triton its own heads only and expects no LSE",
         "test/engine/test_matrix.py",
     ),
@@ -264,7 +272,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.attention.triton_mla:lse_is_base_e",
         "around",
         "efb9475816722dff",
-        "triton",
+        "triton_mla",
         "the merge takes Triton's natural-log LSE for base 2",
         "test/engine/test_matrix.py",
     ),
@@ -282,7 +290,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.attention.triton_mla:plan_decode",
         "around",
         "b9e07504416077c9",
-        "triton",
+        "triton_mla",
         "decode has no plan of its pieces",
         "test/engine/test_matrix.py",
     ),
@@ -291,7 +299,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.attention.triton_mla:forward_decode",
         "around",
         "d2e7c06f83565a7b",
-        "triton",
+        "triton_mla",
         "MLA decode stops at MLATokenToKVPool.set_kv_buffer",
         "test/engine/test_matrix.py",
     ),
@@ -300,7 +308,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.attention.partials:lse_combine",
         "around",
         "ffcbc10cdcd0bf0e",
-        "triton",
+        "triton_mla",
         "the layer behind the merge gets float16",
         "test/engine/test_controls.py",
     ),
@@ -309,7 +317,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.attention.partials:gather_lse_reduce_scatter",
         "around",
         "63f790d7f47ad2d0",
-        "triton",
+        "triton_mla",
         "the layer behind the merge gets float32",
         "test/engine/test_controls.py",
     ),
@@ -318,9 +326,28 @@ HOOKS: tuple[Hook, ...] = (
         f"{_US}.attention.triton_mla:forward_extend",
         "around",
         "f6f5f46fc397d1f5",
-        "triton",
+        "triton_mla",
         "prefill pairs query heads with 1/P of the key heads, without an error",
         "test/engine/test_matrix.py",
+    ),
+    # -- Triton GQA
+    Hook(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend._set_kv_buffer",
+        f"{_US}.attention.triton_gqa:set_kv_buffer",
+        "replace",
+        "5a9040272919d608",
+        "gqa",
+        "KV is written by the owner of token round-robin",
+        "test/engine/test_gqa.py",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.triton_backend:TritonAttnBackend._forward_extend_dcp",
+        f"{_US}.attention.triton_gqa:forward_extend_dcp",
+        "around",
+        "f7870699fe6d9b4f",
+        "gqa",
+        "ranks with rows of a prefix wait forever for a rank without",
+        "test/engine/test_gqa.py",
     ),
     # -- P->D: both backends, Mooncake, NIXL
     *COMMON_HOOKS,
@@ -431,6 +458,8 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
         allocator = scheduler.token_to_kv_pool_allocator
         check_virtual_page(setup.layout, scheduler.page_size, allocator.page_size)
         check_kv_dtype(setup.layout, allocator.get_kvcache().dtype)
+        if setup.gqa:
+            check_gqa_pool(allocator.get_kvcache(), scheduler.model_config.dtype)
         take_any_page_size(allocator)
         metrics.start_for_scheduler(scheduler)
         described = layout_record(setup.layout, scheduler.page_size)
@@ -466,6 +495,29 @@ def check_kv_dtype(layout: DcpLayout, dtype: Any) -> None:
         raise HookError(
             f"sglang-dcp-block: the checkpoint asks for a {name} KV cache, which {server_args.FLAG} "
             f"{layout.block_size} is not tested with: use --kv-cache-dtype bfloat16."
+        )
+
+
+def check_gqa_pool(pool: Any, model_dtype: Any) -> None:
+    """Keys and values are written as they are computed, each token a row of SGLang's plain pool.
+
+    Args:
+        pool: the server's KV pool. model_dtype: of the activations, a torch.dtype.
+
+    Raises:
+        HookError: another kind of pool (sliding window, hybrid), another order of its elements, or another dtype.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise HookError(
+            f"sglang-dcp-block: {server_args.FLAG} is not tested with a {type(pool).__name__} in layout "
+            f"{pool.kv_cache_layout}: unset SGLANG_USE_HND_KVCACHE and what else changes the KV pool."
+        )
+    if pool.dtype != model_dtype:
+        raise HookError(
+            f"sglang-dcp-block: {server_args.FLAG} is not tested with a {pool.dtype} KV cache of a grouped-query model "
+            f"in {model_dtype}: use --kv-cache-dtype auto."
         )
 
 

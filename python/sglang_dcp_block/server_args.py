@@ -23,6 +23,8 @@ _ATTRIBUTE = "_dcp_block"
 
 #: Architectures whose KV this project has checked row by row under a block layout.
 TESTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+#: The same of grouped-query attention, which runs on the Triton backend only.
+TESTED_GQA_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TESTED_BACKENDS = ("flashinfer", "triton")
 TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
 #: What "auto" may become: the checkpoint decides, and only the pool knows.
@@ -227,6 +229,19 @@ def _is_mla(launch: Launch) -> bool:
     return launch.model.attention_arch.name == "MLA"
 
 
+def _tested_architectures(launch: Launch) -> tuple[str, ...]:
+    return TESTED_ARCHITECTURES if _is_mla(launch) else TESTED_GQA_ARCHITECTURES
+
+
+def _kv_heads(launch: Launch) -> int:
+    return launch.model.get_total_num_kv_heads()
+
+
+def _window(launch: Launch) -> int | None:
+    """Tokens that a layer attends to at most, None without such a bound."""
+    return launch.model.sliding_window_size or launch.model.attention_chunk_size
+
+
 def _architecture(launch: Launch) -> str:
     return (launch.model.hf_config.architectures or ["unknown"])[0]
 
@@ -290,17 +305,54 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"heads": _heads(launch)},
     ),
     Refusal(
-        "model-not-mla",
-        "models without multi-head latent attention (GQA, MHA, hybrid)",
-        lambda launch: not _is_mla(launch),
-        f"{FLAG} {{B}} supports multi-head latent attention (MLA) only, and {{arch}} has none: drop {FLAG}.",
+        "model-untested",
+        "architectures other than DeepSeek-V2/V3 (Kimi-K2 is one of these), Kimi-K2.5, Llama, Qwen2 and Qwen3 "
+        "(hybrid, mixture-of-experts GQA and multimodal models among them)",
+        lambda launch: _architecture(launch) not in _tested_architectures(launch),
+        f"{FLAG} {{B}} is not tested with {{arch}} (tested: "
+        f"{', '.join((*TESTED_ARCHITECTURES, *TESTED_GQA_ARCHITECTURES))}): drop {FLAG}.",
         lambda launch: {"arch": _architecture(launch)},
     ),
     Refusal(
-        "model-untested",
-        "MLA architectures other than DeepSeek-V2/V3 (Kimi-K2 is one of these) and Kimi-K2.5",
-        lambda launch: _is_mla(launch) and _architecture(launch) not in TESTED_ARCHITECTURES,
-        f"{FLAG} {{B}} is not tested with {{arch}} (tested: {', '.join(TESTED_ARCHITECTURES)}): drop {FLAG}.",
+        "gqa-attention-backend",
+        "grouped-query models on another attention backend than triton",
+        lambda launch: not _is_mla(launch) and launch.backends != {"triton"},
+        f"{FLAG} {{B}} runs {{arch}} on the Triton backend only: use --attention-backend triton.",
+        lambda launch: {"arch": _architecture(launch)},
+    ),
+    Refusal(
+        "gqa-kv-heads",
+        "grouped-query models whose DCP ranks would hold different KV heads",
+        lambda launch: not _is_mla(launch) and launch.cfg.tp_size % (_kv_heads(launch) * launch.cfg.dcp_size) != 0,
+        "--dcp-size {P} with {heads} KV heads needs a --tp-size that is a multiple of {least}, so that the ranks of a "
+        "DCP group hold the same KV heads, and --tp-size {tp} is none: raise --tp-size or lower --dcp-size.",
+        lambda launch: {
+            "heads": _kv_heads(launch),
+            "least": _kv_heads(launch) * launch.cfg.dcp_size,
+            "tp": launch.cfg.tp_size,
+        },
+    ),
+    Refusal(
+        "gqa-sliding-window",
+        "grouped-query models with a sliding window or chunked attention",
+        lambda launch: not _is_mla(launch) and bool(_window(launch)),
+        f"{FLAG} {{B}} is not tested with a grouped-query model that attends to a window of {{window}} tokens: "
+        f"drop {FLAG}.",
+        lambda launch: {"window": _window(launch)},
+    ),
+    Refusal(
+        "gqa-pd",
+        "grouped-query models on a PD prefill or decode server",
+        lambda launch: not _is_mla(launch) and launch.transfer_backend is not None,
+        f"{FLAG} {{B}} is not tested with {{arch}} on a PD {{mode}} server, which cuts KV between two layouts only for "
+        f"multi-head latent attention (MLA): drop {FLAG}.",
+        lambda launch: {"arch": _architecture(launch), "mode": launch.cfg.disaggregation_mode},
+    ),
+    Refusal(
+        "gqa-dp-attention",
+        "grouped-query models with DP attention",
+        lambda launch: not _is_mla(launch) and (launch.cfg.attn_dp_size or 1) > 1,
+        f"{FLAG} {{B}} is not tested with {{arch}} and DP attention: use --attn-dp-size 1.",
         lambda launch: {"arch": _architecture(launch)},
     ),
     Refusal(

@@ -42,10 +42,46 @@ def test_flashinfer_at_block_size_1_and_servers_without_dcp_get_no_kv_hook():
 def test_block_layouts_get_their_backends_hooks():
     flashinfer = {h.target for h in plugin.hooks_for(setup(8, 64, "flashinfer"))}
     triton = {h.target for h in plugin.hooks_for(setup(8, 64, "triton"))}
-    shared = {h.target for h in HOOKS if h.scope == "block"}
+    shared = {h.target for h in HOOKS if h.scope in ("block", "mla")}
     assert shared <= flashinfer and shared <= triton
     assert any("FlashInferMLA" in t for t in flashinfer - triton) and any("Triton" in t for t in triton - flashinfer)
     assert triton == {h.target for h in plugin.hooks_for(setup(8, 1, "triton"))}, "Triton MLA needs wiring at B = 1 too"
+
+
+def test_grouped_query_models_get_no_hook_of_mla():
+    gqa = plugin.hooks_for(setup(2, 64, "triton", False))
+    assert {h.scope for h in gqa} == {"block", "triton", "gqa"}
+    assert not {h.target for h in gqa if h.scope == "gqa"} & {
+        h.target for h in plugin.hooks_for(setup(2, 64, "triton"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(layout="hnd"), "MHATokenToKVPool in layout hnd: unset SGLANG_USE_HND_KVCACHE"),
+        (dict(kind="SWAKVPool"), "not tested with a SWAKVPool"),
+        (dict(kind="PageMajorMHATokenToKVPool"), "not tested with a PageMajorMHATokenToKVPool"),
+        (
+            dict(dtype="float16"),
+            "torch.float16 KV cache of a grouped-query model in torch.bfloat16: use --kv-cache-dtype",
+        ),
+    ],
+)
+def test_pools_that_grouped_query_blocks_are_not_tested_with_stop_the_server(change, message):
+    import torch
+    from sglang.srt.mem_cache import memory_pool
+
+    asked = dict(layout="nhd", kind="MHATokenToKVPool", dtype="bfloat16")
+
+    def pool(layout, kind, dtype):
+        made = object.__new__(getattr(memory_pool, kind, type(kind, (), {})))
+        made.kv_cache_layout, made.dtype = layout, getattr(torch, dtype)
+        return made
+
+    plugin.check_gqa_pool(pool(**asked), torch.bfloat16)
+    with pytest.raises(HookError, match=message):
+        plugin.check_gqa_pool(pool(**(asked | change)), torch.bfloat16)
 
 
 def test_the_layout_record_tells_layouts_apart():

@@ -92,14 +92,19 @@ GOOD = dict(
     decoupled_spec_role="null",
 )
 HICACHE = dict(enable_hierarchical_cache=True, hicache_io_backend="kernel", hicache_mem_layout="page_first")
+GQA = dict(arch="MHA", architectures=["LlamaForCausalLM"], kv_heads=1)
 #: id of a refusal -> settings that ask for it, and what the message must name.
 ASKED: dict[str, tuple[dict, str]] = {
     "block-without-dcp": (dict(dcp_size=1), "add --dcp-size, or drop --dcp-block-size"),
     "chunk-below-page": (dict(page_size=96, chunked_prefill_size=128), "--chunked-prefill-size 192 or more"),
     "dcp-not-dividing-tp": (dict(tp_size=4), "divisor of 4"),
     "dcp-not-dividing-heads": (dict(model=dict(num_attention_heads=20)), "divisor of 20"),
-    "model-not-mla": (dict(model=dict(arch="MHA", architectures=["LlamaForCausalLM"])), "LlamaForCausalLM"),
     "model-untested": (dict(model=dict(architectures=["KimiLinearForCausalLM"])), "KimiLinearForCausalLM"),
+    "gqa-attention-backend": (dict(model=GQA, attention_backend="fa3"), "use --attention-backend triton"),
+    "gqa-kv-heads": (dict(model=GQA | dict(kv_heads=2)), "--tp-size that is a multiple of 16"),
+    "gqa-sliding-window": (dict(model=GQA | dict(window=4096)), "a window of 4096 tokens"),
+    "gqa-pd": (dict(model=GQA, disaggregation_mode="prefill"), "LlamaForCausalLM on a PD prefill server"),
+    "gqa-dp-attention": (dict(model=GQA, attn_dp_size=2, tp_size=16), "use --attn-dp-size 1"),
     "model-sparse": (dict(model=dict(index_topk=2048)), "index_topk"),
     "model-without-rope-part": (dict(model=dict(qk_rope_head_dim=0)), "qk_rope_head_dim 0"),
     "attention-backend": (dict(attention_backend="fa3"), "fa3"),
@@ -170,7 +175,7 @@ class _Off(SimpleNamespace):
 
 def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch:
     described = dict(arch="MLA", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=128, qk_rope_head_dim=64)
-    described |= dict(index_topk=None) | (model or {})
+    described |= dict(index_topk=None, kv_heads=128, window=None) | (model or {})
     return Launch(
         _Off(**(GOOD | changes)),
         SimpleNamespace(
@@ -178,6 +183,9 @@ def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch
             hf_config=SimpleNamespace(architectures=described["architectures"]),
             hf_text_config=SimpleNamespace(**{key: described[key] for key in ("qk_rope_head_dim", "index_topk")}),
             num_attention_heads=described["num_attention_heads"],
+            get_total_num_kv_heads=lambda: described["kv_heads"],
+            sliding_window_size=described["window"],
+            attention_chunk_size=None,
         ),
         block_size,
     )
@@ -219,10 +227,35 @@ def test_a_supported_launch_is_not_refused(on_cuda):
         groups = dict(attention_backend=backend, attn_dp_size=2, dcp_size=4)
         assert server_args.refusals_for(launch(**groups)) == []
         assert server_args.refusals_for(launch(**groups, **HICACHE)) == []
+    for architecture in server_args.TESTED_GQA_ARCHITECTURES:
+        for kv_heads, ranks in ((1, 8), (2, 4), (4, 2)):
+            gqa = GQA | dict(architectures=[architecture], kv_heads=kv_heads)
+            assert server_args.refusals_for(launch(model=gqa, dcp_size=ranks)) == []
     for transfer in server_args.TESTED_TRANSFER_BACKENDS:
         pd = dict(disaggregation_mode="decode", disaggregation_transfer_backend=transfer)
         assert server_args.refusals_for(launch(**pd)) == []
         assert server_args.refusals_for(launch(**pd, **HICACHE)) == []
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "kv_heads"),
+    [(tp, dcp, kv) for tp in (2, 4, 6, 8, 12, 16) for dcp in (2, 3, 4, 8) for kv in (1, 2, 4)],
+)
+def test_the_ranks_of_a_group_hold_the_same_kv_head_or_are_refused(on_cuda, tp, dcp, kv_heads):
+    """Head by head as SGLang deals them: consecutive ranks share one, DCP groups are consecutive ranks."""
+    if tp % dcp:
+        return
+    holds = [rank // (tp // kv_heads) if tp >= kv_heads and tp % kv_heads == 0 else rank for rank in range(tp)]
+    alike = all(len(set(holds[first : first + dcp])) == 1 for first in range(0, tp, dcp))
+    messages = server_args.refusals_for(launch(model=GQA | dict(kv_heads=kv_heads), tp_size=tp, dcp_size=dcp))
+    assert any("hold the same KV heads" in message for message in messages) == (not alike)
+
+
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "Qwen3_5ForConditionalGeneration", "MistralForCausalLM"])
+def test_grouped_query_architectures_that_are_not_tested(on_cuda, arch):
+    """Qwen3-MoE would write KV in its rotary kernel, at slots that know no DCP rank."""
+    messages = server_args.refusals_for(launch(model=GQA | dict(architectures=[arch])))
+    assert messages and f"is not tested with {arch}" in messages[0]
 
 
 @pytest.mark.parametrize("id", ASKED)
@@ -269,7 +302,7 @@ SPECULATIVE = "drop --speculative-algorithm"
 
 def test_refusals_in_sglangs_own_resolution(tmp_path):
     """The same rows through the real ServerArgs of a launch, with the model's real config."""
-    from sglang_dcp_block.testing.tiny_model import TinyMla, cached
+    from sglang_dcp_block.testing.tiny_model import TinyGqa, TinyMla, cached
 
     base = ["--model-path", str(cached(TinyMla())), "--skip-tokenizer-init", "--device", "cpu", "--page-size", "64"]
     base += ["--attention-backend", "triton", "--tp-size", "4", "--dcp-size", "2", "--dcp-block-size", "64"]
@@ -305,8 +338,21 @@ def test_refusals_in_sglangs_own_resolution(tmp_path):
         "hf3fs: use file": [*base, "--enable-hierarchical-cache", "--hicache-storage-backend", "hf3fs"],
         "drop --enable-lora": [*base, "--enable-lora", "--lora-paths", "a=b"],
     }
+    gqa = ["--model-path", str(cached(TinyGqa(kv_heads=2))), *base[2:]]
+    grouped = {
+        "accepted: page 64, chunk 2048": [*gqa, *chunk, "2048"],
+        "needs a --tp-size that is a multiple of 8": [*gqa, "--dcp-size", "4"],
+        "runs LlamaForCausalLM on the Triton backend only": [*gqa, "--attention-backend", "flashinfer"],
+        "LlamaForCausalLM on a PD prefill server": [*gqa, "--disaggregation-mode", "prefill"],
+        "LlamaForCausalLM on a PD decode server": [*gqa, "--disaggregation-mode", "decode"],
+        "LlamaForCausalLM and DP attention": [*gqa, "--attn-dp-size", "2"],
+    }
     algorithms = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO", "eagle")
-    launches = [*cases.items(), *((SPECULATIVE, [*base, "--speculative-algorithm", name]) for name in algorithms)]
+    launches = [
+        *cases.items(),
+        *grouped.items(),
+        *((SPECULATIVE, [*base, "--speculative-algorithm", name]) for name in algorithms),
+    ]
     environment = os.environ | {"SGLANG_PLATFORM": "dcp_cpu_testbed", "TRITON_INTERPRET": "1"}
     result = subprocess.run(
         [sys.executable, "-c", REAL],

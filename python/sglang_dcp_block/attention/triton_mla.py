@@ -26,7 +26,7 @@ def shard_kv_indices(
     kv_indices: torch.Tensor | None = None,
     kv_start_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of this rank's shard of each request, for ``TritonAttnBackend._dcp_kv_indices``.
+    """Rows of this rank's shard of each request, for ``TritonAttnBackend._dcp_kv_indices`` of MLA and GQA models.
 
     Args:
         req_pool_indices: (n,) int. lens: (n,) int, global tokens from ``kv_start_idx`` (default 0).
@@ -46,8 +46,9 @@ def shard_kv_indices(
     kv_indptr = kv_indptr[: n + 1]
     torch.cumsum(local_lens, dim=0, out=kv_indptr[1:])
     if kv_indices is None:
-        # A bound from host values: reading the exact total back would stall the stream.
-        bound = n * layout.local_len(backend.max_context_len, rank)
+        # A bound from host values: reading the exact total back would stall the stream. Rank 0's share is the largest:
+        # GQA asks the size whether there is a prefix at all, and all ranks must answer alike.
+        bound = n * layout.local_len(backend.max_context_len, 0)
         kv_indices = torch.empty(bound, dtype=torch.int64, device=backend.device)
     kernels.shard_rows_from_table(
         backend.req_to_token, req_pool_indices, local_lens, kv_indptr, kv_indices, layout, rank, starts=kv_start_idx

@@ -1,4 +1,4 @@
-"""Write new MLA rows into this rank's KV pool: one kernel that selects owned tokens and scatters them."""
+"""Write new rows into this rank's KV pool: one kernel that selects owned tokens and scatters them."""
 
 from __future__ import annotations
 
@@ -151,3 +151,14 @@ def write_mla_kv(
         B=layout.block_size,
         **(_dependent_launch() if kv_buffer.is_cuda else {}),
     )
+
+
+def write_rows(buffer: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor, layout: DcpLayout, rank: int) -> None:
+    """``buffer[local_index(loc[i])] = rows[i]`` for the tokens this rank owns: keys, or values, of all heads.
+
+    As :func:`write_mla_kv` with rows in one piece.
+
+    Args:
+        buffer: (pool rows, D) and rows: (n, D) of one dtype. loc: (n,) int32 or int64, widened slot ids.
+    """
+    write_mla_kv(buffer, loc, rows, None, layout, rank)

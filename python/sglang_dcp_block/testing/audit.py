@@ -67,15 +67,15 @@ class PoolRecord(NamedTuple):
     slots_from_host: int = 0
 
 
-def load_requests(audit: Path) -> list[RequestRecord]:
-    """All request records below ``audit``, of every rank, in order of time within a rank."""
-    return [RequestRecord(**_load(path)) for path in _files(audit, "request-*.npz")]
+def load_requests(audit: Path, ranks: Sequence[int] | None = None) -> list[RequestRecord]:
+    """All request records below ``audit``, in order of time within a rank. ranks: TP ranks, every one by default."""
+    return [RequestRecord(**_load(path)) for path in _files(audit, "request-*.npz", ranks)]
 
 
-def load_pools(audit: Path, name: str = "*") -> list[PoolRecord]:
+def load_pools(audit: Path, name: str = "*", ranks: Sequence[int] | None = None) -> list[PoolRecord]:
     """The pool records called ``name`` (the round's number as two digits), one per rank; all of them by default."""
     records = []
-    for path in _files(audit, f"pool-{name}.npz"):
+    for path in _files(audit, f"pool-{name}.npz", ranks):
         fields = _load(path)
         for key in ("cached", "call_counts"):
             fields[key] = json.loads(fields[key])
@@ -83,8 +83,9 @@ def load_pools(audit: Path, name: str = "*") -> list[PoolRecord]:
     return records
 
 
-def _files(audit: Path, pattern: str) -> list[Path]:
-    paths = sorted(audit.glob(f"rank*/{pattern}"))
+def _files(audit: Path, pattern: str, ranks: Sequence[int] | None) -> list[Path]:
+    folders = ["rank*"] if ranks is None else [f"rank{rank}" for rank in ranks]
+    paths = sorted(path for folder in folders for path in audit.glob(f"{folder}/{pattern}"))
     if not paths:
         raise FileNotFoundError(f"no {pattern} below {audit}: was the engine started with the audit on?")
     return paths
@@ -98,16 +99,19 @@ def _load(path: Path) -> dict[str, Any]:
 class Reference:
     """KV rows by token prefix, from the records of an engine without DCP.
 
+    columns: of its rows those that the judged ranks hold. Without DCP a row has all KV heads of a grouped-query model,
+    and one DCP group holds some of them.
+
     Raises:
         ValueError: a record comes from a DCP engine or holds an unwritten row.
     """
 
-    def __init__(self, records: Iterable[RequestRecord]) -> None:
+    def __init__(self, records: Iterable[RequestRecord], columns: slice = slice(None)) -> None:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
         for record in records:
             if record.dcp_size != 1:
                 raise ValueError(f"the reference must be a DCP1 engine, request {record.rid} has {record.dcp_size}")
-            rows = record.rows[:, _stored_index(record, record.slots, record.slots)]
+            rows = record.rows[:, _stored_index(record, record.slots, record.slots), columns]
             if np.isnan(rows).any():
                 raise ValueError(f"the reference itself read or kept unwritten KV rows in request {record.rid}")
             self._known.append((record.tokens, rows))

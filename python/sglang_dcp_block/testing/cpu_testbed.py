@@ -1,6 +1,6 @@
-"""A CPU platform for SGLang on which MLA models and DCP run, chosen with ``SGLANG_PLATFORM=dcp_cpu_testbed``.
+"""A CPU platform for SGLang on which DCP runs (MLA and GQA), chosen with ``SGLANG_PLATFORM=dcp_cpu_testbed``.
 
-For tests. The real Scheduler, radix cache, paged allocator, KV pool, DeepSeek-V2 forward and DCP collectives (over
+For tests. The real Scheduler, radix cache, paged allocator, KV pool, forward passes and DCP collectives (over
 gloo) run on CPU tensors; Triton kernels run through Triton's interpreter (``TRITON_INTERPRET=1``). SGLang has no DCP on
 CPU, so a few places are told otherwise. :data:`SHIMS` is the whole list. Without the variable, neither entry point does
 anything.
@@ -62,6 +62,19 @@ def _with_cuda_branch(original: Callable) -> Callable:
             module_globals["_is_cuda"] = before
 
     return wrapper
+
+
+def _kv_heads_as_on_a_gpu(original: Callable) -> Callable:
+    """``original``, but KV heads that several ranks share stay as they are."""
+
+    @functools.wraps(original)
+    def adjust(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        kv_heads = model_config.get_total_num_kv_heads()
+        if kv_heads < tp_size and tp_size % kv_heads == 0:
+            return model_config
+        return original(model_config, load_config, tp_size)
+
+    return adjust
 
 
 def _patched_once(original: Callable) -> Callable:
@@ -194,6 +207,13 @@ SHIMS: tuple[Shim, ...] = (
         "_is_cuda",
         _constant(True),
         "_alloc_page_size, its only reader, widens the page under DCP on accelerators only",
+    ),
+    Shim(
+        "start",
+        "sglang.srt.model_executor.model_runner",
+        "adjust_config_with_unaligned_cpu_tp",
+        _kv_heads_as_on_a_gpu,
+        "on a CPU a model with fewer KV heads than ranks gets heads of zeros; on a GPU ranks share a head",
     ),
     Shim(
         "model",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE, NAME
-from sglang_dcp_block.testing.tiny_model import TinyMla, cached
+from sglang_dcp_block.testing.tiny_model import TinyMla, cached, tiny
 
 if TYPE_CHECKING:
     from sglang_dcp_block.testing.warm import WarmProcess, WarmServer
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 class EngineSpec:
     """One engine. block None: stock, without our plugin. max_total_tokens: KV rows of one rank.
 
-    chunked: chunked prefill size in tokens, None for off. extra: further ``sgl.Engine`` arguments. env: further
-    environment variables; those that SGLang reads at import want ``cold``, a start without the warm process.
+    chunked: chunked prefill size in tokens, None for off. kv_heads: of a grouped-query model, whose architecture says
+    that it is one. extra: further ``sgl.Engine`` arguments. env: further environment variables; those that SGLang reads
+    at import want ``cold``, a start without the warm process.
     """
 
     tp: int = 1
@@ -48,6 +49,7 @@ class EngineSpec:
     max_running: int = 16
     context: int = 2048
     heads: int = 4
+    kv_heads: int = 1
     architecture: str = TinyMla.architecture
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class EngineSpec:
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``sgl.Engine``. Everything that a CPU can't do or a test doesn't need is off."""
         arguments = {
-            "model_path": str(cached(TinyMla(self.architecture, heads=self.heads))),
+            "model_path": str(cached(tiny(self.architecture, self.heads, self.kv_heads))),
             "skip_tokenizer_init": True,
             "device": "cpu",
             "dtype": "float32",

@@ -73,6 +73,12 @@ def _wrap(owner: Any, name: str, before: Callable | None = None, after: Callable
             setattr(module, name, wrapper)
 
 
+def _buffers(allocator: Any) -> list[torch.Tensor]:
+    """(rows, heads, width) of each layer: the latent KV of MLA, or all layers' keys and then their values."""
+    pool = allocator._kvcache
+    return pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+
+
 # -- poison ----------------------------------------------------------------------------------------------------------
 
 
@@ -95,12 +101,12 @@ def _fill(buffer: torch.Tensor, rows: torch.Tensor | slice) -> None:
 
 def _poison(allocator: Any, pages: torch.Tensor) -> None:
     rows = _page_rows(allocator, pages)
-    for buffer in allocator._kvcache.kv_buffer:
+    for buffer in _buffers(allocator):
         _fill(buffer, rows)
 
 
 def _poison_all(allocator: Any) -> None:
-    for buffer in allocator._kvcache.kv_buffer:
+    for buffer in _buffers(allocator):
         _fill(buffer, slice(None))
 
 
@@ -136,7 +142,7 @@ def _identity(allocator: Any) -> dict[str, Any]:
 
 
 def _copy_rows(allocator: Any, rows: torch.Tensor | slice) -> np.ndarray:
-    return np.stack([b[rows].flatten(1).float().cpu().numpy() for b in allocator._kvcache.kv_buffer])
+    return np.stack([b[rows].flatten(1).float().cpu().numpy() for b in _buffers(allocator)])
 
 
 def _record_request(req: Any, tree_cache: Any, **_: Any) -> None:

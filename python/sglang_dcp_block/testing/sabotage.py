@@ -13,14 +13,14 @@ from typing import Any
 def _mirror_ranks() -> None:
     """Every rank takes another rank's place, in writes and reads alike: consistent, and wrong."""
     from sglang_dcp_block import dcp_hooks, runtime
-    from sglang_dcp_block.attention import flashinfer_mla, triton_mla
+    from sglang_dcp_block.attention import flashinfer_mla, triton_gqa, triton_mla
 
     right = runtime.active_rank
 
     def active_rank() -> int:
         return runtime.active_layout().dcp_size - 1 - right()
 
-    for module in (runtime, dcp_hooks, flashinfer_mla, triton_mla):
+    for module in (runtime, dcp_hooks, flashinfer_mla, triton_gqa, triton_mla):
         setattr(module, "active_rank", active_rank)  # noqa: B010
 
 
@@ -51,13 +51,13 @@ def _lose_rows() -> None:
 
 def _wrap_write(change: Callable[[Any], Any]) -> None:
     from sglang_dcp_block import dcp_hooks
+    from sglang_dcp_block.attention import triton_gqa
 
-    write = dcp_hooks.write_mla_kv
+    def changed(write: Callable[..., None]) -> Callable[..., None]:
+        return lambda buffer, loc, *args, **kwargs: write(buffer, change(loc), *args, **kwargs)
 
-    def changed(kv_buffer: Any, loc: Any, *args: Any, **kwargs: Any) -> None:
-        write(kv_buffer, change(loc), *args, **kwargs)
-
-    dcp_hooks.write_mla_kv = changed
+    dcp_hooks.write_mla_kv = changed(dcp_hooks.write_mla_kv)
+    triton_gqa.write_rows = changed(triton_gqa.write_rows)
 
 
 def _unguarded_merge() -> None:

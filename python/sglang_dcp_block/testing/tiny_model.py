@@ -1,4 +1,6 @@
-"""A tiny random checkpoint with multi-head latent attention (MLA): seeded, float32, about 2 MB, made in a second.
+"""A tiny random checkpoint with multi-head latent attention (MLA), or with grouped queries (GQA).
+
+Seeded, float32, about 2 MB, made in a second.
 
     python -m sglang_dcp_block.testing.tiny_model FOLDER [--heads 8] [--layers 2]
 
@@ -40,6 +42,27 @@ class TinyMla:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class TinyGqa:
+    """Sizes of a model with grouped-query attention; kv_heads must divide heads. architecture: one of GQA_FAMILIES."""
+
+    architecture: str = "LlamaForCausalLM"
+    heads: int = 4
+    kv_heads: int = 1
+    layers: int = 2
+    hidden: int = 128
+    intermediate: int = 256
+    vocab: int = 256
+    head_dim: int = 32
+    max_position: int = 8192
+    seed: int = 0
+
+
+TinyModel = TinyMla | TinyGqa
+
+#: Architecture -> model_type.
+GQA_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
 KIMI_K25 = "KimiK25ForConditionalGeneration"
 #: Architecture -> model_type of its language model.
 ARCHITECTURES = {
@@ -49,8 +72,17 @@ ARCHITECTURES = {
 }
 
 
-def config(model: TinyMla) -> dict[str, Any]:
+def tiny(architecture: str, heads: int, kv_heads: int = 1) -> TinyModel:
+    """The tiny model of an architecture; kv_heads says nothing of MLA."""
+    if architecture in GQA_FAMILIES:
+        return TinyGqa(architecture, heads, kv_heads)
+    return TinyMla(architecture, heads)
+
+
+def config(model: TinyModel) -> dict[str, Any]:
     """The Hugging Face config.json."""
+    if isinstance(model, TinyGqa):
+        return _gqa_config(model)
     if model.architecture != KIMI_K25:
         return _text_config(model, model.architecture)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
@@ -63,6 +95,29 @@ def config(model: TinyMla) -> dict[str, Any]:
         "media_placeholder_token_id": model.vocab - 1,
         "text_config": _text_config(model, "DeepseekV3ForCausalLM"),
         "vision_config": vision,
+    }
+
+
+def _gqa_config(model: TinyGqa) -> dict[str, Any]:
+    return {
+        "architectures": [model.architecture],
+        "model_type": GQA_FAMILIES[model.architecture],
+        "torch_dtype": "float32",
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": model.max_position,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
     }
 
 
@@ -120,7 +175,10 @@ def _text_config(model: TinyMla, architecture: str) -> dict[str, Any]:
     }
 
 
-def _tensors(m: TinyMla) -> Iterator[tuple[str, tuple[int, ...], float]]:
+Tensors = Iterator[tuple[str, tuple[int, ...], float]]
+
+
+def _tensors(m: TinyModel) -> Tensors:
     """(name, shape, gain): a matrix is normal with deviation gain / sqrt(inputs), a vector is all ones."""
     yield "model.embed_tokens.weight", (m.vocab, m.hidden), m.hidden**0.5
     yield "model.norm.weight", (m.hidden,), 1
@@ -129,17 +187,35 @@ def _tensors(m: TinyMla) -> Iterator[tuple[str, tuple[int, ...], float]]:
         layer, attn = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         yield f"{layer}.input_layernorm.weight", (m.hidden,), 1
         yield f"{layer}.post_attention_layernorm.weight", (m.hidden,), 1
-        yield f"{attn}.q_proj.weight", (m.heads * (m.nope_dim + m.rope_dim), m.hidden), 2
-        yield f"{attn}.kv_a_proj_with_mqa.weight", (m.kv_lora_rank + m.rope_dim, m.hidden), 1
-        yield f"{attn}.kv_a_layernorm.weight", (m.kv_lora_rank,), 1
-        yield f"{attn}.kv_b_proj.weight", (m.heads * (m.nope_dim + m.value_dim), m.kv_lora_rank), 1
-        yield f"{attn}.o_proj.weight", (m.hidden, m.heads * m.value_dim), 3
+        yield from _gqa_tensors(m, attn) if isinstance(m, TinyGqa) else _mla_tensors(m, attn)
         yield f"{layer}.mlp.gate_proj.weight", (m.intermediate, m.hidden), 1
         yield f"{layer}.mlp.up_proj.weight", (m.intermediate, m.hidden), 1
         yield f"{layer}.mlp.down_proj.weight", (m.hidden, m.intermediate), 1
 
 
-def write(folder: str | os.PathLike, model: TinyMla | None = None) -> Path:
+def _mla_tensors(m: TinyMla, attn: str) -> Tensors:
+    yield f"{attn}.q_proj.weight", (m.heads * (m.nope_dim + m.rope_dim), m.hidden), 2
+    yield f"{attn}.kv_a_proj_with_mqa.weight", (m.kv_lora_rank + m.rope_dim, m.hidden), 1
+    yield f"{attn}.kv_a_layernorm.weight", (m.kv_lora_rank,), 1
+    yield f"{attn}.kv_b_proj.weight", (m.heads * (m.nope_dim + m.value_dim), m.kv_lora_rank), 1
+    yield f"{attn}.o_proj.weight", (m.hidden, m.heads * m.value_dim), 3
+
+
+def _gqa_tensors(m: TinyGqa, attn: str) -> Tensors:
+    yield f"{attn}.q_proj.weight", (m.heads * m.head_dim, m.hidden), 2
+    yield f"{attn}.k_proj.weight", (m.kv_heads * m.head_dim, m.hidden), 1
+    yield f"{attn}.v_proj.weight", (m.kv_heads * m.head_dim, m.hidden), 1
+    yield f"{attn}.o_proj.weight", (m.hidden, m.heads * m.head_dim), 3
+    if m.architecture == "Qwen2ForCausalLM":
+        yield f"{attn}.q_proj.bias", (m.heads * m.head_dim,), 1
+        yield f"{attn}.k_proj.bias", (m.kv_heads * m.head_dim,), 1
+        yield f"{attn}.v_proj.bias", (m.kv_heads * m.head_dim,), 1
+    if m.architecture == "Qwen3ForCausalLM":
+        yield f"{attn}.q_norm.weight", (m.head_dim,), 1
+        yield f"{attn}.k_norm.weight", (m.head_dim,), 1
+
+
+def write(folder: str | os.PathLike, model: TinyModel | None = None) -> Path:
     """Write ``config.json`` and ``model.safetensors`` to ``folder`` and return it."""
     import torch
     from safetensors.torch import save_file
@@ -160,11 +236,12 @@ def write(folder: str | os.PathLike, model: TinyMla | None = None) -> Path:
     return folder
 
 
-def cached(model: TinyMla | None = None) -> Path:
+def cached(model: TinyModel | None = None) -> Path:
     """The checkpoint's folder under the system's temporary folder, written on the first call."""
     model = model or TinyMla()
     digest = hashlib.sha256(json.dumps([asdict(model), config(model), [*_tensors(model)]]).encode()).hexdigest()[:12]
-    target = Path(tempfile.gettempdir()) / f"sglang-dcp-block-{os.getuid()}" / f"tiny-mla-{digest}"
+    name = f"{type(model).__name__.lower()}-{digest}"
+    target = Path(tempfile.gettempdir()) / f"sglang-dcp-block-{os.getuid()}" / name
     if not (target / "config.json").exists():
         scratch = write(f"{target}.{os.getpid()}", model)
         try:
