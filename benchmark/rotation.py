@@ -2,14 +2,14 @@
 
     python benchmark/rotation.py --json benchmark/results/rotation.json --png benchmark/results/rotation.png
 
-Nothing here is part of the plugin: docs/rotation.md weighs the idea. Requests come and go on a CPU copy of SGLang's
-``PagedTokenToKVPoolAllocator``, whose pages are virtual pages of the layout, and grow by a token each step. Every few
-steps the rows of the running requests are counted on each rank under four rules:
+Requests come and go on a CPU copy of SGLang's ``PagedTokenToKVPoolAllocator``, whose pages are virtual pages of the
+layout, and grow by a token each step. Every few steps the rows of the running requests are counted on each rank under
+four rules:
 
-- ``none``: position 0 of a request lies on rank 0 (what the plugin does);
+- ``none``: position 0 of a request lies on rank 0;
 - ``first page``: a request starts at a rank that its first page gives, so all that share a prefix start alike;
 - ``each page``: every virtual page starts at rank id % P;
-- ``each page, mixed``: at rank (id + id // P) % P.
+- ``each page, mixed``: what --dcp-rotate does (:class:`RotatedLayout`), rank (id + id // P) % P.
 """
 
 from __future__ import annotations
@@ -25,48 +25,34 @@ from output import progress_bar, write_results
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.dcp.layout import DcpLayout, RotatedLayout
 
 app = typer.Typer(add_completion=False)
 
 # -- the rules -------------------------------------------------------------------------------------------------------
 
-Shift = Callable[[DcpLayout, np.ndarray], np.ndarray]
+
+class ByIdAlone(RotatedLayout):
+    """A simpler rule, for comparison."""
+
+    def shift(self, page: Any) -> Any:
+        """id % P."""
+        return DcpLayout(self.dcp_size).owner(page)
 
 
-def page_shift(layout: DcpLayout, page: np.ndarray) -> np.ndarray:
-    """id % P."""
-    return DcpLayout(layout.dcp_size).owner(page)
-
-
-def mixed_shift(layout: DcpLayout, page: np.ndarray) -> np.ndarray:
-    """(id + id // P) % P: also moves on where each request takes a multiple of P pages in a row."""
-    token = DcpLayout(layout.dcp_size)
-    return token.owner(page + token.local_index(page))
-
-
-def rotated_owner(layout: DcpLayout, page_size: int, slot: np.ndarray, shift: Shift = mixed_shift) -> np.ndarray:
-    """Rank of a widened slot: (slot // B + shift(page)) % P. Its row is ``layout.local_index(slot)`` as before."""
-    page = slot // layout.virtual_page_size(page_size)
-    return layout.owner(slot + shift(layout, page) * layout.block_size)
-
-
-def unrotated_rank(layout: DcpLayout, rank: Any, shift: Any) -> Any:
-    """(rank - shift) % P: the rank whose part of a page ``rank`` holds."""
-    return DcpLayout(layout.dcp_size).owner(rank + layout.dcp_size - shift)
-
-
-def rows_per_rank(layout: DcpLayout, lengths: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """(P,) rows of all requests, each rotated by ``shift`` (n,) of its last page: earlier pages are even anyway."""
+def rows_per_rank(layout: DcpLayout, lengths: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
+    """(P,) rows of all requests, each dealt out as the page of its slot (n,) is: earlier pages are even anyway."""
     ranks = np.arange(layout.dcp_size)
-    return layout.local_len(lengths[:, None], unrotated_rank(layout, ranks, shift[:, None])).sum(axis=0)
+    turns = layout.turn(ranks, slots[:, None]) if isinstance(layout, RotatedLayout) else ranks
+    return layout.plain.local_len(lengths[:, None], turns).sum(axis=0)
 
 
-RULES: dict[str, Callable[[DcpLayout, np.ndarray, np.ndarray], np.ndarray]] = {
-    "none": lambda layout, first, last: np.zeros_like(last),
-    "first page": lambda layout, first, last: mixed_shift(layout, first),
-    "each page": lambda layout, first, last: page_shift(layout, last),
-    "each page, mixed": lambda layout, first, last: mixed_shift(layout, last),
+#: Rows of lengths, first and last slots under a rotated layout.
+RULES: dict[str, Callable[[RotatedLayout, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+    "none": lambda layout, lengths, first, last: rows_per_rank(layout.plain, lengths),
+    "first page": lambda layout, lengths, first, last: rows_per_rank(layout, lengths, first),
+    "each page": lambda layout, lengths, first, last: rows_per_rank(ByIdAlone(**vars(layout)), lengths, last),
+    "each page, mixed": lambda layout, lengths, first, last: rows_per_rank(layout, lengths, last),
 }
 
 # -- requests on the allocator -----------------------------------------------------------------------------------------
@@ -155,21 +141,21 @@ class Running:
         self.table[rows, lens] = new
         self.length, self.left = self.length + 1, self.left - 1
 
-    def pages(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) id of each request's first and last virtual page."""
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) first and last slot of each request."""
         last = self.table[self.torch.arange(len(self.length)), self.torch.from_numpy(self.length - 1)]
-        return self.table[:, 0].numpy() // self.page, last.numpy() // self.page
+        return self.table[:, 0].numpy().copy(), last.numpy()
 
 
 def samples(running: Running) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(lengths, first pages, last pages): at once without steps, else every few in the second half of them."""
+    """(lengths, first slots, last slots): at once without steps, else every few in the second half of them."""
     load = running.load
     if load.steps == 0:
-        yield (running.length.copy(), *running.pages())
+        yield (running.length.copy(), *running.ends())
     for step in range(load.steps):
         running.step()
         if step >= load.steps // 2 and step % load.every == 0:
-            yield (running.length.copy(), *running.pages())
+            yield (running.length.copy(), *running.ends())
 
 
 def measure(dcp_size: int, blocks: tuple[int, ...], page_size: int, load: Load, seed: int) -> list[dict[str, Any]]:
@@ -178,9 +164,9 @@ def measure(dcp_size: int, blocks: tuple[int, ...], page_size: int, load: Load, 
     found: dict[tuple[int, str], list[np.ndarray]] = {}
     for lengths, first, last in samples(Running(layouts[0], page_size, load, seed)):
         for layout in layouts:
-            for rule, shift in RULES.items():
-                rows = rows_per_rank(layout, lengths, shift(layout, first, last))
-                found.setdefault((layout.block_size, rule), []).append(rows)
+            for rule, rows in RULES.items():
+                counted = rows(layout.rotated(page_size), lengths, first, last)
+                found.setdefault((layout.block_size, rule), []).append(counted)
     lines = []
     for (block, rule), rows in found.items():
         ratio = np.array([r.max() / r.mean() for r in rows])

@@ -38,6 +38,37 @@ def deal(n: int, ranks: int, block: int) -> Dealt:
     return Dealt(owner, row, tuple(map(np.concatenate, held)))
 
 
+def first_ranks(pages: int, ranks: int) -> list[int]:
+    """Ranks at which virtual pages 0, 1, ... begin under rotation: one further each, two further after P pages."""
+    found, turn, counted = [], 0, 0
+    for _ in range(pages):
+        found.append(turn)
+        counted += 1
+        steps = 1
+        if counted == ranks:
+            counted, steps = 0, 2
+        for _ in range(steps):
+            turn = turn + 1 if turn + 1 < ranks else 0
+    return found
+
+
+@lru_cache(maxsize=64)
+def deal_pages(pages: int, ranks: int, block: int, page_rows: int) -> Dealt:
+    """All slots of ``pages`` virtual pages, each dealt out from its own first rank on: slots in place of positions."""
+    size = page_rows * ranks
+    owner, row = np.empty(pages * size, np.int64), np.empty(pages * size, np.int64)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for page, rank in enumerate(first_ranks(pages, ranks)):
+        left = block
+        for slot in range(page * size, (page + 1) * size):
+            if left == 0:
+                rank, left = rank + 1 if rank + 1 < ranks else 0, block
+            owner[slot], row[slot] = rank, len(held[rank])
+            held[rank].append(slot)
+            left -= 1
+    return Dealt(owner, row, tuple(np.array(h, np.int64) for h in held))
+
+
 def between(dealt: Dealt, rank: int, start: int, length: int) -> list[int]:
     """Positions of [start, start + length) that ``rank`` holds."""
     return [int(t) for t in dealt.held[rank] if start <= t < start + length]

@@ -50,7 +50,7 @@ def explain(
     png: Annotated[Path | None, typer.Option(help="Also draw the picture into this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which rank owns which tokens, and what follows from it."""
+    """Show which rank owns which tokens, and what follows from it. Pages begin at rank 0, as without --dcp-rotate."""
     report = explain_.explain(
         tokens,
         dcp_size,

@@ -16,6 +16,12 @@ from sglang_dcp_block.mem_cache.kv_write import write_mla_kv
 from sglang_dcp_block.runtime import active_layout, active_rank
 
 
+def get_attn_backend() -> Any:
+    from sglang.srt.model_executor import forward_context
+
+    return forward_context.get_attn_backend()
+
+
 def get_dcp_lens(
     lens: torch.Tensor,
     dcp_size: int,
@@ -23,12 +29,18 @@ def get_dcp_lens(
     start: torch.Tensor | None = None,
     interleave_size: int | None = None,
 ) -> torch.Tensor:
-    """Tokens of [start, start + lens) on a rank. A caller that names no interleave size gets the layout's blocks."""
+    """Tokens of [start, start + lens) on a rank. A caller that names no interleave size gets the layout's blocks.
+
+    Under rotation lengths don't tell, and only the heuristic that sizes Triton's splits asks: it gets the most that a
+    rank may hold.
+    """
     if dcp_size == 1:
         return lens
     layout = active_layout() if interleave_size is None else DcpLayout(dcp_size, interleave_size)
     if layout.dcp_size != dcp_size:
         raise ValueError(f"asked for lengths over {dcp_size} DCP ranks, but the layout in force is {layout}")
+    if layout.is_rotated and start is None:
+        return layout.plain.local_len(lens, 0)
     return layout.local_len(lens, dcp_rank) if start is None else layout.interval_len(start, lens, dcp_rank)
 
 
@@ -73,7 +85,11 @@ def prepare_extend_metadata(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """SGLang's metadata with this rank's prefix rows selected per request, from position 0 of each."""
+    """SGLang's metadata with this rank's prefix rows selected per request, from position 0 of each.
+
+    Under rotation only the device knows whose a prefix's last rows are. So every rank sends all that any may hold,
+    which the host can count, and the order of the gathered rows comes from the slots, once for all layers.
+    """
     metadata = original(
         seq_lens,
         extend_prefix_lens,
@@ -87,6 +103,9 @@ def prepare_extend_metadata(
     if metadata is None:
         return None
     layout, rank = active_layout(), active_rank()
+    rotated = layout if layout.is_rotated else None
+    if rotated:
+        layout, rank = layout.plain, 0  # who holds the most
     local_lens = layout.local_len(extend_prefix_lens, rank)
     indptr = torch.zeros(len(local_lens) + 1, dtype=torch.int32, device=local_lens.device)
     torch.cumsum(local_lens, dim=0, out=indptr[1:])
@@ -94,6 +113,10 @@ def prepare_extend_metadata(
     rows = torch.empty(total, dtype=torch.int32, device=local_lens.device)
     kernels.shard_rows_from_table(req_to_token, req_pool_indices, local_lens, indptr, rows, layout, rank)
     metadata.dcp_local_prefix_kv_indices = rows
+    if rotated:
+        get_attn_backend().dcp_block_gather_order = kernels.rotated_gather_order(
+            req_to_token, req_pool_indices, extend_prefix_lens, indptr, total, sum(extend_prefix_lens_cpu), rotated
+        )
     return metadata
 
 
@@ -105,10 +128,17 @@ def all_gather_kv_cache(
 ) -> torch.Tensor:
     from sglang.srt.runtime_context import get_parallel
 
-    lens = prefix_kv_lens_cpu.tolist()
+    lens, layout = prefix_kv_lens_cpu.tolist(), active_layout()
     starts = [0] * len(lens) if prefix_starts_cpu is None else prefix_starts_cpu.tolist()
     all_gather = get_parallel().dcp_group.all_gather_into_tensor
-    return gather.gather_prefix(prefix_kv_a, prefix_k_pe, starts, lens, active_layout(), active_rank(), all_gather)
+    if not layout.is_rotated:
+        return gather.gather_prefix(prefix_kv_a, prefix_k_pe, starts, lens, layout, active_rank(), all_gather)
+    order = get_attn_backend().dcp_block_gather_order
+    if any(starts) or sum(lens) != len(order):
+        raise RuntimeError(
+            f"the gather was prepared for whole prefixes of {len(order)} tokens, got {starts} and {lens}"
+        )
+    return gather.gather_rows(prefix_kv_a, prefix_k_pe, len(prefix_kv_a), order, layout.dcp_size, all_gather)
 
 
 def filter_chunk_kv_indices(

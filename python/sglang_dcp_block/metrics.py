@@ -42,8 +42,16 @@ METRICS = (
     Metric(
         "sglang:dcp_refused_peers_total", "counter", "PD peers refused because their layout does not fit.", ("reason",)
     ),
-    Metric("sglang:dcp_rows_per_rank_min", "gauge", "KV rows of the running batch on the emptiest DCP rank."),
-    Metric("sglang:dcp_rows_per_rank_max", "gauge", "KV rows of the running batch on the fullest DCP rank."),
+    Metric(
+        "sglang:dcp_rows_per_rank_min",
+        "gauge",
+        "KV rows of the running batch on the emptiest DCP rank; not told with --dcp-rotate.",
+    ),
+    Metric(
+        "sglang:dcp_rows_per_rank_max",
+        "gauge",
+        "KV rows of the running batch on the fullest DCP rank; not told with --dcp-rotate.",
+    ),
     Metric(
         "sglang:dcp_empty_shard_ratio",
         "gauge",
@@ -130,11 +138,16 @@ def record_refused_peer(reason: str) -> None:
 
 
 def record_batch(layout: DcpLayout, lengths: np.ndarray) -> None:
-    """The running batch has requests of these lengths."""
+    """The running batch has requests of these lengths.
+
+    Under rotation the rows of a rank need each request's last page, which only the device knows: the two gauges of rows
+    stay unset. How many ranks a request leaves empty is the same wherever it begins.
+    """
     if _recorder is not None:
-        shards = shards_of(layout, lengths)
-        _recorder["sglang:dcp_rows_per_rank_min"].set(shards.rows_min)
-        _recorder["sglang:dcp_rows_per_rank_max"].set(shards.rows_max)
+        shards = shards_of(layout.plain, lengths)
+        if not layout.is_rotated:
+            _recorder["sglang:dcp_rows_per_rank_min"].set(shards.rows_min)
+            _recorder["sglang:dcp_rows_per_rank_max"].set(shards.rows_max)
         _recorder["sglang:dcp_empty_shard_ratio"].set(shards.empty_ratio)
 
 

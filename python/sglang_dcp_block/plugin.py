@@ -383,8 +383,11 @@ def setup_of(record: Any) -> Setup:
 def layout_record(layout: DcpLayout, page_size: int) -> dict[str, Any]:
     """What peers compare and people read: /server_info's ``dcp_layout``."""
     rule = (layout.dcp_size, layout.block_size, page_size, layout.virtual_page_size(page_size))
+    name = "token_round_robin" if layout.block_size == 1 else "block_round_robin"
+    if layout.is_rotated:
+        rule, name = (*rule, "rotated"), f"rotated_{name}"
     return {
-        "rule": "token_round_robin" if layout.block_size == 1 else "block_round_robin",
+        "rule": name,
         "dcp_size": layout.dcp_size,
         "block_size": layout.block_size,
         "page_size": page_size,
@@ -538,23 +541,24 @@ def init_parallel_runtime(original: Callable[..., Any], *args: Any, **kwargs: An
     parallel = get_parallel()
     if parallel.attn_dcp_size > 1:
         record = kwargs.get("server_args", args[0] if args else None)
-        check_same_layout(server_args.block_size_of(record), parallel.dcp_group)
+        check_same_layout(server_args.config_of(record), parallel.dcp_group)
     return result
 
 
-def check_same_layout(block_size: int, group: Any) -> None:
-    """Compare block size and plugin version over the DCP group.
+def check_same_layout(config: server_args.DcpBlockConfig, group: Any) -> None:
+    """Compare the flags and the plugin version over the DCP group.
 
     Raises:
         HookError: some rank has another; the message lists them by rank.
     """
     import torch.distributed as dist
 
-    mine = (block_size, __version__)
+    rotated = " rotated" if config.rotate else ""
+    mine = f"block size {config.block_size}{rotated} (plugin {__version__})"
     everyone: list[Any] = [None] * dist.get_world_size(group.cpu_group)
     dist.all_gather_object(everyone, mine, group=group.cpu_group)
     if any(other != mine for other in everyone):
-        listing = ", ".join(f"rank {r}: block size {b} (plugin {v})" for r, (b, v) in enumerate(everyone))
+        listing = ", ".join(f"rank {rank}: {flags}" for rank, flags in enumerate(everyone))
         raise HookError(f"sglang-dcp-block: the DCP ranks don't share one layout ({listing}): start all with one flag.")
 
 

@@ -1,6 +1,6 @@
-"""``--dcp-block-size``: the flag, what it is refused with, and how its value reaches every process.
+"""``--dcp-block-size`` and ``--dcp-rotate``: the flags, what they are refused with, and how they reach every process.
 
-SGLang's ``ServerArgs`` is sealed, so the value travels beside its fields, in an object of this package's own class.
+SGLang's ``ServerArgs`` is sealed, so the values travel beside its fields, in an object of this package's own class.
 A process that unpickles the arguments without this package fails at once instead of running token round-robin.
 """
 
@@ -19,6 +19,7 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 logger = logging.getLogger(__name__)
 
 FLAG = "--dcp-block-size"
+ROTATE_FLAG = "--dcp-rotate"
 _ATTRIBUTE = "_dcp_block"
 
 #: Architectures whose KV this project has checked row by row under a block layout.
@@ -45,27 +46,18 @@ class DcpBlockError(ValueError):
     """The layout and another setting don't fit; the message says what to change."""
 
 
+@dataclass(frozen=True)
 class DcpBlockConfig:
-    """The block size on its way to another process. Unpickling it arms the plugin there."""
+    """The flags on their way to another process. Unpickling them arms the plugin there."""
 
-    __slots__ = ("block_size",)
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-
-    def __repr__(self) -> str:
-        return f"DcpBlockConfig(block_size={self.block_size})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DcpBlockConfig) and other.block_size == self.block_size
-
-    __hash__ = None  # type: ignore[assignment]
+    block_size: int
+    rotate: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.block_size, __version__)
+        return _rebuild, (self.block_size, self.rotate, __version__)
 
 
-def _rebuild(block_size: int, version: str) -> DcpBlockConfig:
+def _rebuild(block_size: int, rotate: bool, version: str) -> DcpBlockConfig:
     if version != __version__:
         raise DcpBlockError(
             f"the launcher runs sglang-dcp-block {version} but this process has {__version__}: install one version."
@@ -74,7 +66,7 @@ def _rebuild(block_size: int, version: str) -> DcpBlockConfig:
     from sglang_dcp_block import plugin
 
     plugin.register()
-    return DcpBlockConfig(block_size)
+    return DcpBlockConfig(block_size, rotate)
 
 
 # -- the value ---------------------------------------------------------------------------------------------------------
@@ -102,25 +94,39 @@ def _argparse_block_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def attach(server_args: Any, block_size: Any) -> Any:
-    """Put ``block_size`` on a ``ServerArgs`` record (1 leaves it untouched) and return the record."""
+def attach(server_args: Any, block_size: Any, rotate: bool = False) -> Any:
+    """Put the flags on a ``ServerArgs`` record (a block size of 1 leaves it untouched) and return the record.
+
+    Raises:
+        DcpBlockError: the block size is not one, or rotation is asked for without blocks.
+    """
     block_size = parse_block_size(block_size)
+    if rotate and block_size == 1:
+        raise DcpBlockError(
+            f"{ROTATE_FLAG} needs blocks, because token round-robin gives no rank more than one row of a request more "
+            f"than another: add {FLAG}, or drop {ROTATE_FLAG}."
+        )
     if block_size > 1:
-        setattr(server_args, _ATTRIBUTE, DcpBlockConfig(block_size))
+        setattr(server_args, _ATTRIBUTE, DcpBlockConfig(block_size, bool(rotate)))
     return server_args
 
 
+def config_of(server_args: Any) -> DcpBlockConfig:
+    """Flags of a ``ServerArgs`` record; a block size of 1 where none was given."""
+    return getattr(server_args, _ATTRIBUTE, None) or DcpBlockConfig(1)
+
+
 def block_size_of(server_args: Any) -> int:
-    """Block size of a ``ServerArgs`` record; 1 where the flag was not given."""
-    config = getattr(server_args, _ATTRIBUTE, None)
-    return 1 if config is None else config.block_size
+    return config_of(server_args).block_size
 
 
 def layout_of(server_args: Any) -> DcpLayout:
     """Layout a resolved ``ServerArgs`` record asks for."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    return DcpLayout(resolving_view(server_args).dcp_size, block_size_of(server_args))
+    cfg, config = resolving_view(server_args), config_of(server_args)
+    layout = DcpLayout(cfg.dcp_size, config.block_size)
+    return layout.rotated(cfg.page_size) if config.rotate else layout
 
 
 # -- hooks of the launch (rows in plugin.HOOKS) ------------------------------------------------------------------------
@@ -137,20 +143,26 @@ def add_cli_args(original: Callable[..., None], parser: argparse.ArgumentParser)
         "(1 = SGLang's token round-robin). A --page-size that it does not divide is raised to the least common "
         "multiple of both. (sglang-dcp-block)",
     )
+    parser.add_argument(
+        ROTATE_FLAG,
+        action="store_true",
+        help="Begin each virtual page of KV at another rank, so that many short requests don't all put their first "
+        "block on rank 0. Needs --dcp-block-size and --attention-backend triton. (sglang-dcp-block)",
+    )
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    return attach(original(cls, args), getattr(args, "dcp_block_size", 1))
+    return attach(original(cls, args), getattr(args, "dcp_block_size", 1), getattr(args, "dcp_rotate", False))
 
 
 class EngineServerArgs:
-    """Stands in for ``Engine.server_args_class``: takes ``dcp_block_size`` beside the fields of ``ServerArgs``."""
+    """Stands in for ``Engine.server_args_class``: takes our flags beside the fields of ``ServerArgs``."""
 
     def __init__(self, server_args_class: type) -> None:
         self._class = server_args_class
 
-    def __call__(self, *, dcp_block_size: Any = 1, **kwargs: Any) -> Any:
-        return attach(self._class(**kwargs), dcp_block_size)
+    def __call__(self, *, dcp_block_size: Any = 1, dcp_rotate: bool = False, **kwargs: Any) -> Any:
+        return attach(self._class(**kwargs), dcp_block_size, dcp_rotate)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -158,11 +170,12 @@ class EngineServerArgs:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the refusals look at: resolved settings, the model, and the block size."""
+    """What the refusals look at: resolved settings, the model, and our flags."""
 
     cfg: Any
     model: Any
     block_size: int
+    rotate: bool = False
 
     @property
     def backends(self) -> set[str]:
@@ -214,6 +227,14 @@ def _flag(id: str, name: str, feature: str) -> Refusal:
         feature,
         lambda launch: getattr(launch.cfg, name) not in (None, False, "none", "null"),
         f"{FLAG} {{B}} is not tested with {option}: drop {option}, or drop {FLAG}.",
+    )
+
+
+def _rotation(id: str, feature: str, applies: Callable[[Launch], bool], cause: str, todo: str) -> Refusal:
+    """Something that can't be right, or is not tested, where pages begin at other ranks."""
+    message = f"{ROTATE_FLAG} {cause}: {todo}, or drop {ROTATE_FLAG}."
+    return Refusal(
+        f"rotate-{id}", f"{feature}, with {ROTATE_FLAG}", lambda launch: launch.rotate and applies(launch), message
     )
 
 
@@ -518,6 +539,45 @@ REFUSALS: tuple[Refusal, ...] = (
     _flag("megakernel", "enable_nvidia_megakernel", "NVIDIA megakernel"),
     _flag("elastic-ep", "elastic_ep_backend", "elastic expert parallelism"),
     _flag("ray", "use_ray", "Ray"),
+    _rotation(
+        "attention-backend",
+        "attention backend flashinfer",
+        lambda launch: launch.backends != {"triton"},
+        "needs the last page of each request before a step, which FlashInfer's CUDA graphs would have to read from the "
+        "device",
+        "use --attention-backend triton",
+    ),
+    _rotation(
+        "hicache",
+        "HiCache",
+        lambda launch: bool(launch.cfg.enable_hierarchical_cache),
+        "can't take pages back from HiCache, which come back into pages that begin at another rank",
+        "drop --enable-hierarchical-cache",
+    ),
+    _rotation(
+        "retraction",
+        "retracted requests of a PD decode server",
+        lambda launch: (
+            launch.cfg.disaggregation_mode == "decode" and launch.cfg.disaggregation_decode_retraction_backup != "none"
+        ),
+        "can't take back the KV of a request that a PD decode server has retracted, which comes back into pages that "
+        "begin at another rank",
+        "use --disaggregation-decode-retraction-backup none, which fails such requests for the client to retry",
+    ),
+    _rotation(
+        "gqa",
+        "grouped-query models",
+        lambda launch: not _is_mla(launch),
+        "is not tested with grouped-query models",
+        "use a model with multi-head latent attention (MLA)",
+    ),
+    _rotation(
+        "dp-attention",
+        "DP attention",
+        lambda launch: (launch.cfg.attn_dp_size or 1) > 1,
+        "is not tested with DP attention",
+        "use --attn-dp-size 1",
+    ),
 )
 
 
@@ -555,7 +615,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     cfg = resolving_view(server_args)
-    launch = Launch(cfg, model_config_of(server_args), block_size_of(server_args))
+    config = config_of(server_args)
+    launch = Launch(cfg, model_config_of(server_args), config.block_size, config.rotate)
     for message in refusals_for(launch)[:1]:
         raise DcpBlockError(message)
     changes = whole_blocks(launch)

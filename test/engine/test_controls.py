@@ -82,7 +82,17 @@ def test_float16_partials_reach_the_layer_in_the_models_dtype(comm: str, merge: 
     assert differences(result.answers[0], expected.answers[0], 1e-4), "nothing was rounded to float16"
 
 
+@pytest.mark.slow
+def test_rows_that_are_written_without_rotation_show(run_engine, reference) -> None:
+    rounds = [Round([prompt(9), prompt(12), prompt(70)], 3, "rotated")]
+    expected, rows = reference(rounds)
+    spec = replace(_sabotaged("unrotated-writes", "triton"), rotate=True)
+    result = run_engine(spec, rounds)
+    assert differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
+    assert audit_requests(spec.layout, load_requests(result.audit), rows).mismatches
+
+
 def test_every_fault_is_tried() -> None:
     """Here, lost-rows in test_accuracy.py, blind-store and pages-astray in test_hicache.py."""
-    here = {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "float16-partials"}
+    here = {"mirrored-ranks", "swapped-rows", "dropped-row", "unguarded-merge", "unrotated-writes", "float16-partials"}
     assert set(FAULTS) == here | {"lost-rows", "blind-store", "pages-astray"}

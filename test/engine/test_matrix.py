@@ -23,9 +23,10 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.dcp.layout import DcpLayout, RotatedLayout
 from sglang_dcp_block.plugin import HOOKS
 from sglang_dcp_block.testing.audit import Reference, audit_pools, audit_requests, load_pools, load_requests
 from sglang_dcp_block.testing.engine import REFERENCE, CaseResult, EngineSpec, Round, differences
@@ -113,10 +114,6 @@ class Scenario(NamedTuple):
     reference: EngineSpec = REFERENCE
     slow: bool = False
 
-    @property
-    def layout(self) -> DcpLayout:
-        return DcpLayout(self.spec.dcp, self.spec.block or 1)
-
 
 def dcp(size: int, block: int, backend: str, **more) -> EngineSpec:
     extra = FEW_SPLITS if backend == "triton" else {}
@@ -202,6 +199,22 @@ def _page_becomes(page: int) -> Callable[[CaseResult], bool]:
     return holds
 
 
+def _rotated(result: CaseResult) -> bool:
+    """Requests of one block lie on several ranks, by the rows that were written; prefixes were cached and evicted."""
+    block = result.server["dcp_block_size"]
+    short = [r for r in load_requests(result.audit) if r.finished and len(r.slots) <= block]
+    ranks = {r.dcp_rank for r in short if not np.isnan(r.rows).all()}
+    return len(ranks) > 1 and _retracted_and_evicted(result) and any(a.cached for a in result.answers[2])
+
+
+# Chunks end in the middle of a page; requests of one block begin wherever their page does.
+ROTATED = [
+    replace(CROWD[0], new_tokens=40),
+    CROWD[1],
+    Round([prompt(250)[:200] + [7] * 20, *(prompt(n, seed=6) for n in (5, 6, 7, 8))], 4, "extend"),
+]
+
+
 SCENARIOS = [
     Scenario("chunked-flashinfer", dcp(2, 16, "flashinfer", chunked=80), CHUNKED),
     Scenario("chunked-triton", dcp(2, 64, "triton", chunked=64), CHUNKED),
@@ -263,6 +276,12 @@ SCENARIOS = [
         _cached,
         slow=True,
     ),
+    Scenario(
+        "rotated", dcp(4, 16, "triton", rotate=True, **_small_pool(80) | {"max_total_tokens": 96}), ROTATED, _rotated
+    ),
+    Scenario(
+        "rotated-2", dcp(2, 32, "triton", comm="ag_rs", rotate=True, **_small_pool(160)), ROTATED, _rotated, slow=True
+    ),
     Scenario("tp-beyond-dcp", dcp(2, 16, "triton", tp=4), PREFIXES, _cached),
     Scenario("dcp8-flashinfer", dcp(8, 64, "flashinfer", heads=8), LONG_PREFIX, _cached, slow=True),
     Scenario("dcp8-triton", dcp(8, 64, "triton", heads=8), LONG_PREFIX, _cached, slow=True),
@@ -270,6 +289,20 @@ SCENARIOS = [
 
 _called: Counter[str] = Counter()
 _passed: set[str] = set()
+
+
+class OneFurther(RotatedLayout):
+    """Each page begins at the rank after its own."""
+
+    def shift(self, page):
+        return super().shift(page + 1)
+
+
+def wrong_layouts(layout: DcpLayout) -> list[DcpLayout]:
+    """What the audit of an engine with ``layout`` must not accept."""
+    if isinstance(layout, RotatedLayout):
+        return [layout.plain, OneFurther(layout.dcp_size, layout.block_size, page_rows=layout.page_rows)]
+    return [DcpLayout(layout.dcp_size, 1 if layout.block_size > 1 else 16)] * (layout.dcp_size > 1)
 
 
 def check(result: CaseResult, layout: DcpLayout, expected: CaseResult, rows: Reference) -> None:
@@ -284,8 +317,7 @@ def check(result: CaseResult, layout: DcpLayout, expected: CaseResult, rows: Ref
     for number in range(len(result.answers)):
         after = load_pools(result.audit, f"{number:02d}")
         assert (report := audit_pools(layout, after, rows)).ok, str(report)
-    if layout.dcp_size > 1:
-        other = DcpLayout(layout.dcp_size, 1 if layout.block_size > 1 else 16)
+    for other in wrong_layouts(layout):
         assert not audit_requests(other, requests, rows).ok, "the audit accepts a wrong layout"
         assert not audit_pools(other, pools, rows).ok, "the audit accepts a wrong layout"
     _called.update(pools[-1].call_counts)
@@ -318,7 +350,7 @@ def test_matrix(cell: Cell, run_engine, reference) -> None:
 def test_scenario(scenario: Scenario, run_engine, reference) -> None:
     expected, rows = reference(scenario.rounds, replace(scenario.reference, heads=scenario.spec.heads))
     result = run_engine(scenario.spec, scenario.rounds)
-    check(result, scenario.layout, expected, rows)
+    check(result, scenario.spec.layout, expected, rows)
     assert scenario.holds(result), result.answers
     _passed.add(scenario.name)
 

@@ -70,7 +70,7 @@ def servers(mooncake, monkeypatch):
     monkeypatch.setattr(
         ours,
         "geometry_of",
-        lambda m: wire.KvGeometry(m.dcp_size, m.block_size, m.kv_args.page_size, m.kv_cache_dtype_str),
+        lambda m: wire.KvGeometry(m.dcp_size, m.block_size, m.kv_args.page_size, m.kv_cache_dtype_str, m.rotate),
     )
     pairs = []
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import requests
-from brute_force import deal
+from brute_force import deal, first_ranks
 from harness import (
     CANARY,
     LAYERS,
@@ -40,6 +40,7 @@ class Server(NamedTuple):
     """tp: attention TP ranks, in DCP groups of ``dcp`` that all hold the same KV.
 
     pp: pipeline stages, each with some of the layers. dp: DP attention groups; a request is in one of them.
+    rotate: each virtual page begins at another rank.
     """
 
     tp: int
@@ -48,10 +49,12 @@ class Server(NamedTuple):
     page: int
     pp: int = 1
     dp: int = 1
+    rotate: bool = False
 
     @property
     def layout(self) -> DcpLayout:
-        return DcpLayout(self.dcp, self.block)
+        layout = DcpLayout(self.dcp, self.block)
+        return layout.rotated(self.page) if self.rotate else layout
 
     @property
     def ranks(self) -> list[Rank]:
@@ -65,9 +68,14 @@ class Rank(NamedTuple):
 
 
 class Place(NamedTuple):
-    owner: int
+    owner: int  # if the page begins at rank 0
     page: int  # virtual page of the request
     row: int  # in that page
+
+    def rank(self, server: Server, page_id: int) -> int:
+        """The owner, in the virtual page that the server took for it."""
+        ranks = list(range(server.dcp)) * 2
+        return ranks[self.owner + first_ranks(page_id + 1, server.dcp)[page_id]] if server.rotate else self.owner
 
 
 def dealt(server: Server, tokens: int) -> list[Place]:
@@ -122,9 +130,10 @@ class Pair:
         p = self.prefill_rank(self.engine, len(self.src_pages), s.page, layout=s.layout, seed=rank.tp, layers=layers)
         self._as_rank(p.manager, s, rank)
         p.manager.disaggregation_mode = DisaggregationMode.PREFILL
-        for t, (owner, page, row) in enumerate(dealt(s, LONGEST)):
-            if owner == p.manager.dcp_rank:
-                at = self.src_pages[page] * s.layout.rows_per_virtual_page(s.page) + row
+        for t, place in enumerate(dealt(s, LONGEST)):
+            page = self.src_pages[place.page]
+            if place.rank(s, page) == p.manager.dcp_rank:
+                at = page * s.layout.rows_per_virtual_page(s.page) + place.row
                 for layer, buffer in zip(p.layers, p.kv, strict=True):
                     buffer[at] = self.content[layer, t]
         return p
@@ -145,7 +154,7 @@ class Pair:
         m = manager
         m.attn_tp_size, m.attn_tp_rank, m.attn_dp_rank = server.tp, rank.tp, rank.group
         m.kv_args.engine_rank = rank.group * server.tp + rank.tp
-        m.dcp_rank, m.block_size = rank.tp % server.dcp, server.block
+        m.dcp_rank, m.block_size, m.rotate = rank.tp % server.dcp, server.block, server.rotate
         m.pp_size, m.pp_rank = server.pp, rank.stage
         m.is_dummy_cp_rank, m.deferred_bootstrap, m.bootstrap_timeout = False, None, 60.0
         m.enable_all_cp_ranks_for_transfer = False
@@ -205,8 +214,8 @@ class Pair:
         places = dealt(s, end)
         first = places[prefix].page
         for t in range(prefix, end):
-            owner, page, row = places[t]
-            at = self.dst_pages[page - first] * s.layout.rows_per_virtual_page(s.page) + row
+            page = self.dst_pages[places[t].page - first]
+            owner, at = places[t].rank(s, page), page * s.layout.rows_per_virtual_page(s.page) + places[t].row
             for peer, rows in zip(self.receivers, want, strict=True):
                 if (peer.manager.attn_dp_rank, peer.manager.dcp_rank) == (group, owner):
                     for layer in range(LAYERS):
@@ -323,6 +332,14 @@ PAIRS = {
     "one rank to groups of 2": (Server(1, 1, 1, 64), Server(2, 2, 64, 64, dp=2)),
     "2 to groups of 4": (Server(2, 2, 16, 64), Server(4, 4, 64, 64, dp=2)),
     "groups of one layout to groups of it": (Server(2, 2, 64, 64, dp=2), Server(2, 2, 64, 64, dp=2)),
+    "1 to 2, rotated": (Server(1, 1, 1, 64), Server(2, 2, 16, 64, rotate=True)),
+    "two copies to 4, rotated, other pages": (Server(2, 1, 1, 64), Server(4, 4, 16, 16, rotate=True)),
+    "2 to 4, rotated": (Server(2, 2, 64, 64), Server(4, 4, 16, 64, rotate=True)),
+    "4 to 2, both rotated": (Server(4, 4, 16, 16, rotate=True), Server(2, 2, 64, 64, rotate=True)),
+    "one layout, both rotated": (Server(4, 4, 16, 16, rotate=True),) * 2,
+    "one layout, decode rotated": (Server(2, 2, 64, 64), Server(2, 2, 64, 64, rotate=True)),
+    "4 to 1, rotated": (Server(4, 4, 16, 64, rotate=True), Server(1, 1, 1, 64)),
+    "round-robin to rotated, two stages": (Server(2, 2, 1, 16, pp=2), Server(4, 4, 16, 16, rotate=True)),
     "two stages to groups of 2": (Server(1, 1, 1, 64, pp=2), Server(2, 2, 64, 64, dp=2)),
 }
 #: SGLang copies whole pages, with what lies behind the last token.
@@ -357,6 +374,8 @@ def test_rows_between_two_layouts(name, servers):
         (Server(2, 2, 64, 64), Server(1, 1, 1, 16), 5 * 16),
         (Server(1, 1, 1, 64), Server(1, 1, 1, 16), 7 * 16),
         (Server(2, 2, 16, 16), Server(4, 4, 64, 64), 2 * 256),
+        (Server(1, 1, 1, 64), Server(2, 2, 16, 16, rotate=True), 7 * 32),
+        (Server(2, 2, 64, 64, rotate=True), Server(4, 4, 16, 16, rotate=True), 5 * 64),
     ],
 )
 @pytest.mark.parametrize("chunk", [LONGEST, 130])
@@ -472,7 +491,7 @@ def test_a_decode_server_without_the_plugin_is_refused(servers):
     pair = servers(Server(2, 2, 16, 64), Server(2, 2, 16, 64))
     sender = pair.senders[0]
     peer = Peer(DcpLayout(2, 1), 0, 4, 64)
-    peer.manager.block_size = 1
+    peer.manager.block_size, peer.manager.rotate = 1, False
     peer.tell(sender.endpoint, peer.registration())
     wait_until(lambda: sender.manager.state_layout_rejections, "it is refused")
     assert sender.manager.state_layout_rejections[peer.session] == (
@@ -494,6 +513,20 @@ def test_control_layers_of_another_stage_are_seen(servers):
     assert pair.send(300).succeeded
     with pytest.raises(AssertionError):
         pair.audit(0, 300)
+
+
+@pytest.mark.parametrize("name", ["1 to 2, rotated", "4 to 1, rotated", "one layout, both rotated"])
+def test_control_pages_that_all_begin_at_rank_0_are_seen(name, servers, monkeypatch):
+    plan = common.plan_pair
+    pair = servers(*PAIRS[name])
+
+    def unrotated(src, dst, start, length):
+        return plan(*(side._replace(layout=side.layout.plain) for side in (src, dst)), start, length)
+
+    monkeypatch.setattr(common, "plan_pair", unrotated)
+    assert pair.send(700).succeeded
+    with pytest.raises(AssertionError):
+        pair.audit(0, 700)
 
 
 @pytest.mark.parametrize("mistake", ["sender flip", "receiver flip", "one sender silent", "one sender is enough"])

@@ -140,7 +140,7 @@ def records_of(role: str, result: PdResult, rounds: list[Round]) -> list[Request
 
 def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round], single) -> None:
     """In the case's first ``rounds``."""
-    layout = DcpLayout(case.decode.dcp, case.decode.block or 1)
+    layout = case.decode.layout
     ours = (case.prefill.block, case.decode.block) != (1, 1)  # SGLang's own send writes no line per chunk
     copies = case.decode.tp // case.decode.dcp
     expected, reference = single(rounds, case.decode.page)
@@ -161,7 +161,7 @@ def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round
     records = records_of("decode", result, rounds)
     assert (report := audit_requests(layout, records, reference)).ok, report
     if layout.dcp_size > 1:
-        wrong = DcpLayout(layout.dcp_size, 3 * layout.block_size)
+        wrong = layout.plain if layout.is_rotated else DcpLayout(layout.dcp_size, 3 * layout.block_size)
         assert not audit_requests(wrong, records, reference).ok, "the audit accepts a wrong layout"
 
 
@@ -180,6 +180,7 @@ PATIENCE = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "240", "SGLANG_DISAGGREGATI
 #: FlashInfer's stand-in is plain torch, far faster here than Triton's interpreter.
 FAST = replace(DECODE, backend="flashinfer")
 RADIX = {"disaggregation_decode_enable_radix_cache": True}
+NO_BACKUP = {"disaggregation_decode_retraction_backup": "none"}
 #: What decode has cached ends in the middle of a prefill page.
 KEPT = "dcp 2, block 64, prefill in chunks and large pages, decode keeps a radix cache"
 BETWEEN_DCP = "dcp 2 to dcp 4, other blocks, in chunks"
@@ -197,6 +198,10 @@ CASES = {
     "dcp 4, block 16 in pages of 64, in chunks": (
         replace(PREFILL, chunked=128),
         replace(DECODE, tp=4, dcp=4, block=16),
+    ),
+    "dcp 2, block 16, rotated, decode keeps a radix cache": (
+        replace(PREFILL, chunked=128),
+        replace(DECODE, block=16, page=16, rotate=True, extra=RADIX | NO_BACKUP),
     ),
     "same layout on both sides": (replace(DECODE, chunked=128), DECODE),
     BETWEEN_DCP: (replace(FAST, block=16, chunked=128), replace(FAST, tp=4, dcp=4, max_total_tokens=1024)),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import requests
 from harness import LAYERS, NO_DCP, ROW_BYTES, CopyEngine, Peer, Prefill, assert_rows, expected_rows, wait_until
 
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -348,7 +349,7 @@ def test_abort_between_chunks_stops_the_rest_and_pages_can_be_reused():
 
 
 def other_version(frame: bytes) -> bytes:
-    return frame.replace(wire.MAGIC + b" 2 ", wire.MAGIC + b" 3 ")
+    return frame.replace(wire.MAGIC + b" 2 ", wire.MAGIC + b" 4 ")
 
 
 class Misfit(NamedTuple):
@@ -364,7 +365,7 @@ class Misfit(NamedTuple):
 MISFITS = [
     Misfit(
         "version",
-        "version 3 of the sglang-dcp-block frame and this prefill server reads version 2",
+        "version 4 of the sglang-dcp-block frame and this prefill server reads versions 2 and 3",
         frame=other_version,
     ),
     Misfit("garbage", "unreadable sglang-dcp-block frame", frame=lambda f: wire.MAGIC + b" 2 {"),
@@ -692,17 +693,49 @@ def test_block_size_1_takes_a_prefill_with_blocks(bootstrap):
 
 
 def test_another_version_is_refused(bootstrap):
-    address = bootstrap(with_plugin=True)
+    address, decode = bootstrap(with_plugin=True), wire.KvGeometry(2, 64, 64, "bfloat16")
     answer = {"frame_version": 1}
-    assert "reads version 1" in wire.capability_refusal(200, answer, address, 64)
+    assert "reads version 1" in wire.capability_refusal(200, answer, address, decode)
     assert wire.served_geometry(200, answer, "bfloat16") is None
-    assert "does not run sglang-dcp-block" in wire.capability_refusal(200, ["?"], address, 64)
+    assert "does not run sglang-dcp-block" in wire.capability_refusal(200, ["?"], address, decode)
     assert wire.served_geometry(404, None, "bfloat16") is None
     good = wire.capability(DcpLayout(2, 16), 64)
-    assert wire.capability_refusal(200, good, address, 64) is None
+    assert wire.capability_refusal(200, good, address, decode) is None
     assert wire.served_geometry(200, good, "bfloat16") == wire.KvGeometry(2, 16, 64, "bfloat16")
     for nonsense in ({"dcp_size": None}, {"block_size": 0}, {"page_size": "?"}):
-        assert "sent an unreadable layout" in wire.capability_refusal(200, good | nonsense, address, 64)
+        assert "sent an unreadable layout" in wire.capability_refusal(200, good | nonsense, address, decode)
+
+
+#: What a peer sent and read before there was rotation.
+OLD_FRAME = b'sglang-dcp-block 2 {"dcp_size": 2, "block_size": 64, "page_size": 64, "kv_dtype": "bfloat16"}'
+OLD_ANSWER = {"frame_version": 2, "dcp_size": 2, "block_size": 64, "page_size": 64}
+
+
+def test_peers_without_rotation_see_what_they_always_saw():
+    plain = wire.KvGeometry(2, 64, 64, "bfloat16")
+    assert wire.encode(plain) == OLD_FRAME and wire.decode(OLD_FRAME) == plain
+    assert wire.capability(plain.layout, 64) == OLD_ANSWER == wire.answer_in_version(OLD_ANSWER, None)
+    assert wire.route(plain) == wire.ROUTE
+    assert wire.served_geometry(200, OLD_ANSWER, "bfloat16") == plain
+
+
+def test_rotation_takes_another_version_which_old_peers_refuse(bootstrap):
+    rotated = wire.KvGeometry(2, 64, 64, "bfloat16", rotate=True)
+    frame = wire.encode(rotated)
+    assert frame.startswith(b"sglang-dcp-block 3 ") and wire.decode(frame) == rotated
+    answer = wire.capability(rotated.layout, 64)
+    assert answer == OLD_ANSWER | {"frame_version": 3, "rotate": True}, "an old decode server reads version 2 only"
+    assert wire.served_geometry(200, answer, "bfloat16") == rotated
+    # An old prefill server doesn't look at what was asked for; a new one says that it reads it.
+    assert "reads version 2 of the sglang-dcp-block frame and this decode server sends version 3" in (
+        wire.capability_refusal(200, OLD_ANSWER, "host:1", rotated)
+    )
+    assert wire.capability_refusal(200, wire.answer_in_version(OLD_ANSWER, "3"), "host:1", rotated) is None
+    for asked in ("2", "4", "x", ""):
+        assert wire.answer_in_version(OLD_ANSWER, asked) == OLD_ANSWER
+    address = bootstrap(with_plugin=True)
+    served = requests.get(f"http://{address}{wire.route(rotated)}", timeout=5).json()
+    assert served["frame_version"] == 3 and wire.capability_refusal(200, served, address, rotated) is None
 
 
 @pytest.mark.parametrize("block_size", [1, 64])

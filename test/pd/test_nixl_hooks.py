@@ -102,6 +102,7 @@ PAIRS = {
     "2 to 1": (Server(2, 2, 64, 64), Server(1, 1, 1, 64)),
     "two groups to one": (Server(4, 2, 16, 64), Server(2, 2, 64, 64)),
     "round-robin to blocks": (Server(2, 2, 1, 1), Server(2, 2, 16, 16)),
+    "1 to 4, rotated": (Server(1, 1, 1, 64), Server(4, 4, 16, 16, rotate=True)),
     "groups of DP attention": (Server(2, 2, 16, 64, dp=2), Server(2, 2, 64, 64, dp=2)),
 }
 
@@ -314,7 +315,7 @@ def test_a_peer_that_was_refused_is_taken_after_it_registers_rightly():
     message = peers[0].registration()
     message[-1] = other_version(message[-1])
     peers[0].tell(prefill.endpoint, message)
-    assert "version 3" in refusal(prefill, peers[0])
+    assert "version 4" in refusal(prefill, peers[0])
     verdicts, want = run_request(prefill, peers, Request(77), room=1)
     assert succeeded(verdicts)
     assert_all_rows(peers, want)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from brute_force import deal
+from brute_force import deal, first_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,10 +28,12 @@ class Server(NamedTuple):
     dcp_size: int
     block_size: int
     page_size: int
+    rotate: bool = False
 
     @property
     def layout(self) -> DcpLayout:
-        return DcpLayout(self.dcp_size, self.block_size)
+        layout = DcpLayout(self.dcp_size, self.block_size)
+        return layout.rotated(self.page_size) if self.rotate else layout
 
 
 class Case(NamedTuple):
@@ -59,6 +61,7 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=256)
 def places(server: Server) -> Places:
+    """With every page beginning at rank 0."""
     dealt = deal(LONGEST, server.dcp_size, server.block_size)
     rows_per_page = next(n for n in count(1) if n % server.page_size == 0 and n % server.block_size == 0)
     pages = LONGEST // rows_per_page + 1
@@ -86,7 +89,11 @@ def stored(server: Server, begin: int, end: int, first_page: int, spare: int, rn
     ids = rng.permutation(n_pages + spare)[:n_pages]
     rows = np.full((server.dcp_size, (n_pages + spare) * at.rows_per_page), EMPTY)
     if span.size:
-        rows[at.owner[span], ids[at.page[span] - first_page] * at.rows_per_page + at.offset[span]] = span
+        page, owner = ids[at.page[span] - first_page], at.owner[span]
+        if server.rotate:
+            first = np.array(first_ranks(n_pages + spare, server.dcp_size))
+            owner = np.array(2 * list(range(server.dcp_size)))[owner + first[page]]
+        rows[owner, page * at.rows_per_page + at.offset[span]] = span
     return ids, rows
 
 
@@ -198,7 +205,9 @@ def test_every_border_of_a_length(block_size, page_size):
                 audit(b, plans(b))
 
 
-servers = st.builds(Server, st.integers(1, 8), st.integers(1, 40), st.sampled_from([1, 2, 3, 8, 16]))
+servers = st.builds(
+    Server, st.integers(1, 8), st.integers(1, 40), st.sampled_from([1, 2, 3, 8, 16]), st.sampled_from([False, True])
+)
 cases = st.builds(
     Case,
     src=servers,
@@ -305,6 +314,10 @@ def _swapped_order(p: Segments) -> Segments:
     return p._replace(src_row=p.src_row[::-1], n_rows=p.n_rows[::-1])
 
 
+def _at_rank_0(side: Side) -> Side:
+    return side._replace(layout=side.layout.plain)
+
+
 MISTAKES: dict[str, Callable[[Side, Side, int, int], Segments]] = {
     "receiver flip": lambda src, dst, *span: plan_pair(src, _flipped(dst), *span),
     "sender flip": lambda src, dst, *span: plan_pair(_flipped(src), dst, *span),
@@ -341,6 +354,18 @@ def test_control_a_wrong_plan_is_seen(src, dst, mistake):
     audit(b, plans(b))
     with pytest.raises((AssertionError, ValueError, IndexError)):
         audit(b, plans(b, MISTAKES[mistake]))
+
+
+@pytest.mark.parametrize("side", ["source", "destination", "both"])
+def test_control_a_side_without_its_rotation_is_seen(side):
+    b = simulate(Case(Server(2, 16, 64, rotate=True), Server(4, 16, 64, rotate=True), 1, 80, 2000, seed=1))
+    audit(b, plans(b))
+    changed = b._replace(
+        src=_at_rank_0(b.src) if side != "destination" else b.src,
+        dst=_at_rank_0(b.dst) if side != "source" else b.dst,
+    )
+    with pytest.raises(AssertionError):
+        audit(b, plans(changed))
 
 
 @pytest.mark.parametrize("dst", [Server(1, 1, 64), Server(2, 64, 64), Server(8, 16, 64)])

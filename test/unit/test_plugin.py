@@ -91,7 +91,9 @@ def test_the_layout_record_tells_layouts_apart():
         for b in (1, 16, 64)
         for page in (64, 128)
     ]
+    records.append(plugin.layout_record(DcpLayout(8, 64).rotated(64), 64)["hash"])
     assert len(set(records)) == len(records)
+    assert plugin.layout_record(DcpLayout(8, 64).rotated(64), 64)["rule"] == "rotated_block_round_robin"
 
 
 def test_an_allocator_with_other_pages_stops_the_process():
@@ -133,33 +135,42 @@ def test_another_sglang_version_stops_the_process(monkeypatch):
 # -- between processes -------------------------------------------------------------------------------------------------
 
 
-def _compare(rank: int, blocks: list[int], port: int, queue) -> None:
+def _compare(rank: int, flags: list[tuple[int, bool]], port: int, queue) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(blocks))
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(flags))
     try:
-        plugin.check_same_layout(blocks[rank], types.SimpleNamespace(cpu_group=dist.group.WORLD))
+        plugin.check_same_layout(DcpBlockConfig(*flags[rank]), types.SimpleNamespace(cpu_group=dist.group.WORLD))
         queue.put((rank, None))
     except HookError as error:
         queue.put((rank, str(error)))
 
 
-@pytest.mark.parametrize("blocks", [[64, 64], [64, 16]], ids=["same", "rank 1 differs"])
-def test_ranks_with_different_block_sizes_all_stop(blocks):
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ((64, False), None),
+        ((16, False), "rank 1: block size 16 (plugin"),
+        ((64, True), "rank 1: block size 64 rotated"),
+    ],
+    ids=["same", "rank 1 differs", "rank 1 rotates"],
+)
+def test_ranks_with_different_layouts_all_stop(other, said):
     port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    ranks = [context.Process(target=_compare, args=(r, blocks, port, queue)) for r in range(2)]
+    flags = [(64, False), other]
+    ranks = [context.Process(target=_compare, args=(r, flags, port, queue)) for r in range(2)]
     for process in ranks:
         process.start()
     answers = dict(queue.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join()
-    if blocks[0] == blocks[1]:
+    if said is None:
         assert answers == {0: None, 1: None}
     else:
         for message in answers.values():
-            assert "rank 0: block size 64" in message and "rank 1: block size 16" in message
+            assert "rank 0: block size 64 (plugin" in message and said in message
 
 
 def test_the_launcher_stops_when_a_scheduler_reports_no_or_another_layout():

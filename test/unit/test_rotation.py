@@ -1,7 +1,6 @@
-"""What docs/rotation.md claims of a rotated start: a pure rule of the slot, even ranks, and where it breaks.
+"""What docs/rotation.md claims of a rotated start: even ranks, and where the rule breaks.
 
-Owners are dealt out block after block like cards, from the page's first rank on; rows are counted slot by slot on
-SGLang's own allocator.
+Rows are counted slot by slot on SGLang's own allocator. test_rotated_layout.py has the rule itself.
 """
 
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.dcp.layout import DcpLayout, RotatedLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
@@ -22,50 +21,23 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import rotation as rot  # noqa: E402
 
 COMMITTED = json.loads((ROOT / "benchmark/results/rotation.json").read_text())
-SHAPES = [(p, b, s) for p, b, s in product((2, 4, 8), (1, 4, 16), (16,))]
 SMALL = rot.Load("small", requests=60, median=40, answer=20, steps=50, every=10)
-
-
-def dealt(ranks: int, block: int, tokens: int, first: int) -> list[int]:
-    """Ranks of a page's tokens, block after block from rank ``first``."""
-    found, turn = [], first
-    while len(found) < tokens:
-        found += [turn] * block
-        turn = 0 if turn + 1 == ranks else turn + 1
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "block", "page_size"), SHAPES)
-def test_each_page_is_dealt_out_from_its_own_rank(ranks, block, page_size):
-    layout = DcpLayout(ranks, block)
-    size = layout.virtual_page_size(page_size)
-    for page in (0, 1, ranks - 1, ranks, 5 * ranks + 3):
-        slots = np.arange(page * size, (page + 1) * size)
-        owners = rot.rotated_owner(layout, page_size, slots)
-        first = int(rot.mixed_shift(layout, np.array([page]))[0])
-        assert owners.tolist() == dealt(ranks, block, size, first)
-        # Rows are those without rotation, and no two slots share one.
-        places = set(zip(owners.tolist(), layout.local_index(slots).tolist(), strict=True))
-        rows = range(page * page_size, (page + 1) * page_size)
-        assert places == set(product(range(ranks), rows))
-        assert (owners.tolist() == layout.owner(slots).tolist()) == (first == 0), "control: it does rotate"
 
 
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize(("ranks", "block"), [(2, 16), (4, 4), (8, 16)])
 def test_rows_of_the_last_page_s_shift_are_those_of_every_slot(ranks, block, shared):
     """A request's rows on a rank need its length and one page id, with or without a prefix of shared pages."""
-    layout, page_size = DcpLayout(ranks, block), 16
+    layout, page_size = DcpLayout(ranks, block).rotated(16), 16
     running = rot.Running(layout, page_size, replace(SMALL, shared_pages=shared), seed=1)
     seen = 0
     for lengths, _, last in rot.samples(running):
         counted = np.zeros(ranks, np.int64)
         for i, n in enumerate(lengths.tolist()):
-            owners = rot.rotated_owner(layout, page_size, running.table[i, :n].numpy())
-            counted += np.bincount(owners, minlength=ranks)
-        assert counted.tolist() == rot.rows_per_rank(layout, lengths, rot.mixed_shift(layout, last)).tolist()
-        wrong = rot.rows_per_rank(layout, lengths, rot.mixed_shift(layout, last) + 1)
-        assert counted.tolist() != wrong.tolist(), "control: another shift"
+            counted += np.bincount(layout.owner(running.table[i, :n].numpy()), minlength=ranks)
+        assert counted.tolist() == rot.rows_per_rank(layout, lengths, last).tolist()
+        wrong = rot.rows_per_rank(layout, lengths, last + layout.page_slots)
+        assert counted.tolist() != wrong.tolist(), "control: another page"
         seen += 1
     assert seen == 2
 
@@ -81,28 +53,21 @@ def test_the_allocator_hands_out_no_slot_twice():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_last_pages_at_equal_distances_start_everywhere(ranks):
     """In an unused pool, but for steps of 2P pages; ``id % P`` alone fails at steps that share a factor with P."""
-    layout, ends = DcpLayout(ranks, 16), np.arange(1, 4097)
+    layout, ends = DcpLayout(ranks, 16).rotated(16), np.arange(1, 4097)
     uneven = {}
-    for shift in (rot.mixed_shift, rot.page_shift):
-        counts = {k: np.bincount(shift(layout, k * ends), minlength=ranks) for k in range(1, 6 * ranks + 1)}
-        uneven[shift] = [k for k, count in counts.items() if count.max() > 1.01 * count.mean()]
-    assert uneven[rot.mixed_shift] == [2 * ranks, 4 * ranks, 6 * ranks]
-    assert uneven[rot.page_shift] == list(range(2, 6 * ranks + 1, 2))
+    for one in (layout, rot.ByIdAlone(**vars(layout))):
+        counts = {k: np.bincount(one.shift(k * ends), minlength=ranks) for k in range(1, 6 * ranks + 1)}
+        uneven[type(one)] = [k for k, count in counts.items() if count.max() > 1.01 * count.mean()]
+    assert uneven[RotatedLayout] == [2 * ranks, 4 * ranks, 6 * ranks]
+    assert uneven[rot.ByIdAlone] == list(range(2, 6 * ranks + 1, 2))
 
 
 def test_copies_of_a_page_don_t_stay_on_their_rank():
     """Rank-to-rank transfers, retraction and host tiers put a page's rows into another page: mostly on another rank."""
-    layout, page_size = DcpLayout(8, 16), 16
-    size = layout.virtual_page_size(page_size)
-    stays = 0
-    for source, target in product(range(64), range(64)):
-        before, after = (
-            int(rot.rotated_owner(layout, page_size, np.array([page * size]))[0]) for page in (source, target)
-        )
-        shifts = [int(rot.mixed_shift(layout, np.array([page]))[0]) for page in (source, target)]
-        assert layout.owner((before + 8 - shifts[0] + shifts[1]) * layout.block_size) == after
-        stays += before == after
-    assert stays == 64 * 64 // 8
+    layout = DcpLayout(8, 16).rotated(16)
+    owners = [layout.owner(np.arange(p * layout.page_slots, (p + 1) * layout.page_slots)) for p in range(64)]
+    stays = [np.array_equal(before, after) for before, after in product(owners, owners)]
+    assert sum(stays) == len(stays) // 8
 
 
 def lines(load: str, rule: str) -> list[dict]:

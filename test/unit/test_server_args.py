@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dcp_block import plugin, server_args
+from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.server_args import REFUSALS, DcpBlockError, Launch, block_size_of
 
 
@@ -35,6 +36,31 @@ def test_without_the_flag_the_record_is_untouched(prepare):
     assert block_size_of(record) == 1
     assert b"sglang_dcp_block" not in pickle.dumps(record)
     assert b"sglang_dcp_block" not in pickle.dumps(prepare(["--model-path", "none", "--dcp-block-size", "1"]))
+
+
+def test_rotation_reaches_the_record_and_its_pickles(prepare, tmp_path):
+    asked = ["--model-path", "none", "--dcp-size", "2", "--dcp-block-size", "64", "--page-size", "64"]
+    path = tmp_path / "server.yaml"
+    path.write_text("model-path: none\ndcp-size: 2\ndcp-block-size: 16\ndcp-rotate: true\n")
+    build = server_args.EngineServerArgs(lambda **fields: SimpleNamespace(**fields))
+    for record in (
+        prepare([*asked, "--dcp-rotate"]),
+        pickle.loads(pickle.dumps(prepare([*asked, "--dcp-rotate"]))),
+        prepare(["--config", str(path)]),
+        build(dcp_block_size=64, dcp_rotate=True),
+    ):
+        assert server_args.config_of(record).rotate is True
+    for record in (prepare(asked), build(dcp_block_size=64), build()):
+        assert server_args.config_of(record).rotate is False
+    layout = server_args.layout_of(prepare([*asked, "--dcp-rotate"]))
+    assert layout == DcpLayout(2, 64).rotated(64) != server_args.layout_of(prepare(asked))
+
+
+def test_rotation_without_blocks_is_refused(prepare):
+    build = server_args.EngineServerArgs(lambda **fields: SimpleNamespace(**fields))
+    for ask in (lambda: prepare(["--model-path", "none", "--dcp-rotate"]), lambda: build(dcp_rotate=True)):
+        with pytest.raises(DcpBlockError, match="add --dcp-block-size, or drop --dcp-rotate"):
+            ask()
 
 
 def test_yaml_config(prepare, tmp_path):
@@ -163,6 +189,14 @@ ASKED: dict[str, tuple[dict, str]] = {
     "deterministic-inference": (dict(enable_deterministic_inference=True), "--enable-deterministic-inference"),
     "megakernel": (dict(enable_nvidia_megakernel=True), "--enable-nvidia-megakernel"),
     "ray": (dict(use_ray=True), "--use-ray"),
+    "rotate-attention-backend": (dict(rotate=True, attention_backend="flashinfer"), "use --attention-backend triton"),
+    "rotate-hicache": (HICACHE | dict(rotate=True), "drop --enable-hierarchical-cache, or drop --dcp-rotate"),
+    "rotate-retraction": (
+        dict(rotate=True, disaggregation_mode="decode"),
+        "use --disaggregation-decode-retraction-backup none",
+    ),
+    "rotate-gqa": (dict(rotate=True, model=GQA), "use a model with multi-head latent attention"),
+    "rotate-dp-attention": (dict(rotate=True, attn_dp_size=2, dcp_size=4), "use --attn-dp-size 1"),
 }
 
 
@@ -173,7 +207,7 @@ class _Off(SimpleNamespace):
         return None
 
 
-def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch:
+def launch(block_size: int = 64, model: dict | None = None, rotate: bool = False, **changes) -> Launch:
     described = dict(arch="MLA", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=128, qk_rope_head_dim=64)
     described |= dict(index_topk=None, kv_heads=128, window=None) | (model or {})
     return Launch(
@@ -188,6 +222,7 @@ def launch(block_size: int = 64, model: dict | None = None, **changes) -> Launch
             attention_chunk_size=None,
         ),
         block_size,
+        rotate,
     )
 
 
@@ -235,6 +270,10 @@ def test_a_supported_launch_is_not_refused(on_cuda):
         pd = dict(disaggregation_mode="decode", disaggregation_transfer_backend=transfer)
         assert server_args.refusals_for(launch(**pd)) == []
         assert server_args.refusals_for(launch(**pd, **HICACHE)) == []
+        pd["disaggregation_decode_retraction_backup"] = "none"
+        assert server_args.refusals_for(launch(rotate=True, **pd)) == []
+        assert server_args.refusals_for(launch(rotate=True, **pd | {"disaggregation_mode": "prefill"})) == []
+    assert server_args.refusals_for(launch(rotate=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -270,6 +309,8 @@ def test_refusal(id, on_cuda, monkeypatch):
     changes, named = ASKED[id]
     messages = server_args.refusals_for(launch(**changes))
     (refusal,) = [r for r in REFUSALS if r.id == id]
+    if changes.get("rotate"):
+        assert refusal.text(launch(**changes)) not in server_args.refusals_for(launch(**changes | {"rotate": False}))
     assert refusal.text(launch(**changes)) in messages
     message = messages[0] if id != "dcp-not-dividing-heads" else refusal.text(launch(**changes))
     assert named in message
@@ -336,6 +377,13 @@ def test_refusals_in_sglangs_own_resolution(tmp_path):
             *("--hicache-storage-backend", "file"),
         ],
         "hf3fs: use file": [*base, "--enable-hierarchical-cache", "--hicache-storage-backend", "hf3fs"],
+        "use --attention-backend triton, or drop --dcp-rotate": [
+            *(*base, "--dcp-rotate", "--attention-backend", "flashinfer"),
+        ],
+        "use --disaggregation-decode-retraction-backup none": [
+            *(*base, "--dcp-rotate", "--disaggregation-mode", "decode"),
+        ],
+        "accepted: page 192, chunk 1728": [*base, *chunk, "1800", "--page-size", "48", "--dcp-rotate"],
         "drop --enable-lora": [*base, "--enable-lora", "--lora-paths", "a=b"],
     }
     gqa = ["--model-path", str(cached(TinyGqa(kv_heads=2))), *base[2:]]

@@ -39,7 +39,13 @@ def shard_kv_indices(
     """
     layout, rank = active_layout(), active_rank()
     n = len(req_pool_indices)
-    if kv_start_idx is None:
+    if layout.is_rotated:
+        if kv_start_idx is not None:
+            raise NotImplementedError("a window of a request has no shard under --dcp-rotate: drop --dcp-rotate")
+        local_lens = kernels.rotated_local_lens(backend.req_to_token, req_pool_indices, lens, layout, rank)
+        # Row j of a page lies in the same place of every rank's pool.
+        layout, rank = layout.plain, 0
+    elif kv_start_idx is None:
         local_lens = layout.local_len(lens, rank)
     else:
         local_lens = layout.interval_len(kv_start_idx, lens, rank)

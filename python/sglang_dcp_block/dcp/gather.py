@@ -115,17 +115,41 @@ def gather_prefix(
             raise ValueError(
                 f"{name} must hold the {expected} rows that {layout} gives rank {rank}, got {rows.shape[0]}"
             )
+    index = _device_index(starts, lens, layout, kv_a.device)
+    return gather_rows(kv_a, k_pe, max_rows, index, layout.dcp_size, all_gather_into_tensor)
+
+
+def gather_rows(
+    kv_a: torch.Tensor,
+    k_pe: torch.Tensor,
+    max_rows: int,
+    index: torch.Tensor,
+    dcp_size: int,
+    all_gather_into_tensor: Callable[[torch.Tensor, torch.Tensor], object],
+) -> torch.Tensor:
+    """Rows of all ranks in the order of ``index``. Every rank of the group must call it.
+
+    Args:
+        kv_a: (rows, ..., Da), k_pe: (rows, ..., Dp), of one dtype, rows <= max_rows.
+        max_rows: rows that each rank sends, the same on all.
+        index: (n,) int64 into the (P * max_rows) gathered rows, rank after rank.
+
+    Returns:
+        (n, ..., Da + Dp).
+
+    Raises:
+        ValueError: the dtypes differ.
+    """
     if kv_a.dtype != k_pe.dtype:
         raise ValueError(f"kv_a and k_pe must have the same dtype, got {kv_a.dtype} and {k_pe.dtype}")
-
-    width_a = kv_a.shape[-1]
+    width_a, rows = kv_a.shape[-1], kv_a.shape[0]
     row_shape = (*kv_a.shape[1:-1], width_a + k_pe.shape[-1])
     if max_rows == 0:
         return kv_a.new_empty((0, *row_shape))
     kv_a, k_pe, dtype = _bytes_if_fp8(kv_a), _bytes_if_fp8(k_pe), kv_a.dtype
     mine = kv_a.new_empty((max_rows, *row_shape))
-    mine[:expected, ..., :width_a] = kv_a
-    mine[:expected, ..., width_a:] = k_pe
-    gathered = kv_a.new_empty((layout.dcp_size * max_rows, *row_shape))
+    mine[:rows, ..., :width_a] = kv_a
+    mine[:rows, ..., width_a:] = k_pe
+    gathered = kv_a.new_empty((dcp_size * max_rows, *row_shape))
     all_gather_into_tensor(gathered, mine)
-    return gathered.index_select(0, _device_index(starts, lens, layout, kv_a.device)).view(dtype)
+    return gathered.index_select(0, index).view(dtype)

@@ -6,7 +6,8 @@ B = page_size sends whole KV pages to one rank.
 
 Everything else in this project asks this module (or its device twins in :mod:`sglang_dcp_block.dcp.kernels`).
 Slot ids that SGLang's allocator hands out ("widened" ids, P times a rank's rows) obey the same formulas as
-positions, because a virtual page is a whole number of cycles.
+positions, because a virtual page is a whole number of cycles. :class:`RotatedLayout` starts each virtual page at
+another rank: there the slot tells the owner, and a position tells it only together with its page.
 
 Values may be Python ints, numpy integer arrays or torch integer tensors (any device, any shape); the result has
 the kind, dtype and device of the argument. Arguments are not read back from a GPU, so values inside tensors are not
@@ -16,8 +17,8 @@ checked: they must be >= 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -63,6 +64,8 @@ class DcpLayout:
 
     dcp_size: int
     block_size: int = 1
+    #: Whether the owner of a position depends on its page (:class:`RotatedLayout`).
+    is_rotated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("dcp_size", "block_size"):
@@ -77,10 +80,25 @@ class DcpLayout:
         """P * B: positions after which the pattern of owners repeats."""
         return self.dcp_size * self.block_size
 
-    def _check_rank(self, rank: Any) -> None:
+    @property
+    def plain(self) -> DcpLayout:
+        """The same blocks without rotation."""
+        return self
+
+    def rotated(self, page_size: int) -> RotatedLayout:
+        """The same blocks, each virtual page of :meth:`virtual_page_size` slots beginning at a rank of its own."""
+        rows = self.rows_per_virtual_page(page_size)
+        return RotatedLayout(self.dcp_size, self.block_size, page_rows=rows)
+
+    def check_rank(self, rank: Any) -> None:
+        """Raise ValueError for a rank outside the group (values inside tensors are not read)."""
         _check_index("rank", rank)
         if isinstance(rank, (int, np.integer)) and rank >= self.dcp_size:
             raise ValueError(f"rank must be below dcp_size={self.dcp_size}, got {rank}")
+
+    def _check_share(self, rank: Any) -> None:
+        """Before a rank's share of positions is told from the rank alone."""
+        self.check_rank(rank)
 
     # -- where one token lies ------------------------------------------------------------------------------------
 
@@ -97,7 +115,7 @@ class DcpLayout:
     def position(self, row: IntLike, rank: Any) -> IntLike:
         """Inverse of :meth:`local_index` on ``rank``: ((j // B) * P + r) * B + j % B."""
         _check_index("row", row)
-        self._check_rank(rank)
+        self._check_share(rank)
         return (row // self.block_size * self.dcp_size + rank) * self.block_size + row % self.block_size
 
     def perm(self, slot: IntLike) -> IntLike:
@@ -116,7 +134,7 @@ class DcpLayout:
         It is also the row at which position ``length`` or the next one of this rank would lie.
         """
         _check_index("length", length)
-        self._check_rank(rank)
+        self._check_share(rank)
         rest = _clamp(length % self.cycle - rank * self.block_size, 0, self.block_size)
         return length // self.cycle * self.block_size + rest
 
@@ -134,19 +152,30 @@ class DcpLayout:
         """The runs of ``rank`` inside [start, start + length)."""
         _check_index("start", start)
         _check_index("length", length)
-        self._check_rank(rank)
-        end = start + length
+        self._check_share(rank)
         if self.dcp_size == 1:
             n = int(length > 0)
             return OwnedIntervals(*(np.full(n, x, np.int64) for x in (start, start, length)))
-        # Blocks of this rank are numbered k = 0, 1, ...; block k begins at position(k * B).
-        first_row, last_row = self.local_len(start, rank), self.local_len(end, rank)
+        rows, n_rows = self._blocks(self.local_len(start, rank), self.local_len(start + length, rank))
+        return OwnedIntervals(self.position(rows, rank), rows, n_rows)
+
+    def owned_in_pages(self, start: int, length: int, rank: int, pages: np.ndarray, first: int) -> OwnedIntervals:
+        """:meth:`owned_intervals` of a request whose virtual pages from position ``first`` on are ``pages``.
+
+        Args:
+            pages: (n,) int page ids, as many as [start, start + length) needs. Read under rotation only.
+            first: a whole number of virtual pages, at most ``start``.
+        """
+        return self.owned_intervals(start, length, rank)
+
+    def _blocks(self, first_row: int, last_row: int) -> tuple[np.ndarray, np.ndarray]:
+        """First row and length of each block, or part of one, in rows [first_row, last_row) of a rank."""
         if first_row == last_row:
-            return OwnedIntervals(*(np.empty(0, np.int64) for _ in range(3)))
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        # Blocks of a rank are numbered k = 0, 1, ...; block k begins at row k * B.
         blocks = np.arange(first_row // self.block_size, (last_row - 1) // self.block_size + 1, dtype=np.int64)
         rows = np.maximum(blocks * self.block_size, first_row)
-        ends = np.minimum((blocks + 1) * self.block_size, last_row)
-        return OwnedIntervals(self.position(rows, rank), rows, ends - rows)
+        return rows, np.minimum((blocks + 1) * self.block_size, last_row) - rows
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
@@ -163,3 +192,88 @@ class DcpLayout:
         """Slots that a request of ``length`` tokens takes in its last virtual page and doesn't use: -N mod the page."""
         _check_index("length", length)
         return -length % self.virtual_page_size(page_size)
+
+
+@dataclass(frozen=True)
+class RotatedLayout(DcpLayout):
+    """Block round-robin in which each virtual page is dealt out from another rank on, which the page's id gives.
+
+    Every request that begins at position 0 would otherwise put its first block on rank 0. V = P * ``page_rows`` slots
+    make a virtual page, g = slot // V is its id, and rank r's *turn* in it is the rank whose part of the page it would
+    hold without rotation:
+
+        shift(g) = (g + g // P) % P        owner(slot) = (slot // B + shift(g)) % P        turn = (r - shift(g)) % P
+
+    Rows stay as they are (:meth:`local_index`), and all ranks have the same rows of a full page, so only the last page
+    of a request is uneven: ``plain.local_len(N, turn(r, slot of position N - 1))`` is its length on rank r. A function
+    of the slot alone: whoever shares a page agrees on its owners. g // P keeps requests of a multiple of P pages each,
+    one after another in an unused pool, from ending in pages of one shift.
+
+    What :class:`DcpLayout` tells from a position and a rank raises TypeError here. Ask :attr:`plain` with a turn.
+
+    Args:
+        page_rows: rows of a virtual page on each rank, a multiple of B (:meth:`DcpLayout.rotated` makes it).
+
+    Raises:
+        ValueError: page_rows is not a multiple of B that is >= 1; later, a page size is asked for that makes another.
+    """
+
+    page_rows: int = field(kw_only=True)
+    is_rotated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_index("page_rows", self.page_rows, 1)
+        if self.page_rows % self.block_size:
+            raise ValueError(f"page_rows must be a multiple of block_size={self.block_size}, got {self.page_rows}")
+
+    @property
+    def plain(self) -> DcpLayout:
+        return DcpLayout(self.dcp_size, self.block_size)
+
+    @property
+    def page_slots(self) -> int:
+        """V, the slots of a virtual page."""
+        return self.page_rows * self.dcp_size
+
+    def _check_share(self, rank: Any) -> None:
+        raise TypeError(f"{self} tells a rank's share of a request only with its pages: ask plain with the rank's turn")
+
+    def rows_per_virtual_page(self, page_size: int) -> int:
+        rows = super().rows_per_virtual_page(page_size)
+        if rows != self.page_rows:
+            raise ValueError(f"{self} rotates pages of {self.page_rows} rows, but page size {page_size} makes {rows}")
+        return rows
+
+    def shift(self, page: IntLike) -> IntLike:
+        """Rank at which a virtual page begins: (g + g // P) % P."""
+        _check_index("page", page)
+        return (page + page // self.dcp_size) % self.dcp_size
+
+    def turn(self, rank: Any, slot: IntLike) -> IntLike:
+        """The rank whose part of ``slot``'s page ``rank`` would hold without rotation: (r - shift(g)) % P."""
+        _check_index("slot", slot)
+        return self._turn_in(rank, slot // self.page_slots)
+
+    def _turn_in(self, rank: Any, page: IntLike) -> IntLike:
+        self.check_rank(rank)
+        return (rank + self.dcp_size - self.shift(page)) % self.dcp_size
+
+    def owner(self, slot: IntLike) -> IntLike:
+        """Rank that holds a widened slot id: (v // B + shift(g)) % P. A position has no owner without its page."""
+        _check_index("slot", slot)
+        return (slot // self.block_size + self.shift(slot // self.page_slots)) % self.dcp_size
+
+    def owned_in_pages(self, start: int, length: int, rank: int, pages: np.ndarray, first: int) -> OwnedIntervals:
+        _check_index("start", start)
+        _check_index("length", length)
+        if length == 0:
+            return OwnedIntervals(*(np.empty(0, np.int64) for _ in range(3)))
+        turns = self._turn_in(rank, np.asarray(pages, np.int64))
+        of_start, of_last = (turns[(t - first) // self.page_slots] for t in (start, start + length - 1))
+        # At the end of a page all ranks have the same rows, so the turn in the last token's page serves for the end.
+        rows, n_rows = self._blocks(
+            int(self.plain.local_len(start, of_start)), int(self.plain.local_len(start + length, of_last))
+        )
+        turn = turns[rows // self.page_rows - first // self.page_slots]
+        return OwnedIntervals(self.plain.position(rows, turn), rows, n_rows)

@@ -40,8 +40,9 @@ class PeerDcpSize(int):
 
 def geometry_of(manager: Any) -> wire.KvGeometry:
     """Of the server that ``manager`` (a ``CommonKVManager``) belongs to."""
-    block_size = runtime.active_layout().block_size
-    return wire.KvGeometry(manager.dcp_size, block_size, manager.kv_args.page_size, str(manager.kv_cache_dtype_str))
+    layout, page_size = runtime.active_layout(), manager.kv_args.page_size
+    dtype = str(manager.kv_cache_dtype_str)
+    return wire.KvGeometry(manager.dcp_size, layout.block_size, page_size, dtype, layout.is_rotated)
 
 
 def peer_geometry(manager: Any, peer: Any) -> wire.KvGeometry:
@@ -58,7 +59,7 @@ def is_stock(manager: Any, peer: Any) -> bool:
 def _is_verbatim(mine: wire.KvGeometry, theirs: wire.KvGeometry, same_tp: bool) -> bool:
     """One layout on both sides and TP rank to TP rank: SGLang's copy of whole virtual pages is right as it is."""
     whole = mine.layout.rows_per_virtual_page(mine.page_size) == mine.page_size
-    return same_tp and whole and (mine.layout, mine.page_size) == (theirs.layout, theirs.page_size)
+    return same_tp and whole and wire.is_rank_to_rank(mine, theirs) and mine.page_size == theirs.page_size
 
 
 def described_peer(size: int, tp_rank: int, tp_size: int, frame: bytes | None) -> PeerDcpSize:
@@ -97,7 +98,7 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
 
     refusals_of(manager).pop(bootstrap_addr, None)
     try:
-        response = requests.get(f"http://{bootstrap_addr}{wire.ROUTE}", timeout=5)
+        response = requests.get(f"http://{bootstrap_addr}{wire.route(mine)}", timeout=5)
         if response.status_code >= 500:  # not up yet, or a proxy's word: says nothing about the plugin
             raise requests.HTTPError(f"HTTP status {response.status_code}")
         answer = response.json() if response.status_code == 200 else None
@@ -108,7 +109,7 @@ def try_ensure_parallel_info(original: Callable[..., bool], manager: Any, bootst
     refusal = wire.transfer_backend_refusal(answer, bootstrap_addr, _transfer_backend_of(manager))
     if refusal is None and mine.block_size == 1 and (theirs is None or wire.is_stock(theirs, mine)):
         return original(manager, bootstrap_addr)
-    refusal = refusal or wire.capability_refusal(response.status_code, answer, bootstrap_addr, mine.block_size)
+    refusal = refusal or wire.capability_refusal(response.status_code, answer, bootstrap_addr, mine)
     if refusal is None:
         assert theirs is not None  # or there would be a refusal
         try:
@@ -145,7 +146,7 @@ def _take_prefill(
     if info.attn_cp_size > 1 or info.enable_kv_cache_sharding:
         cause = "--attn-cp-size above 1" if info.attn_cp_size > 1 else "--enable-kv-cache-sharding"
         raise wire.WireError(f"prefill has {cause}, which is not tested between two layouts: start it without.")
-    if theirs.dcp_size > 1 and not (theirs.layout == mine.layout and info.attn_tp_size == manager.attn_tp_size):
+    if theirs.dcp_size > 1 and not (wire.is_rank_to_rank(theirs, mine) and info.attn_tp_size == manager.attn_tp_size):
         rank = manager.kv_args.engine_rank % manager.attn_tp_size
         senders = wire.senders_of(rank, manager.attn_tp_size, info.attn_tp_size, theirs.dcp_size)
         # No rank named as the only real sender: SGLang then waits for all of them, and drains all after an abort.
@@ -385,10 +386,10 @@ def setup_routes(original: Callable[..., None], server: Any) -> None:
     original(server)
     described = {**_launched(), "plugin_version": __version__}
 
-    async def answer_capability(_request: Any) -> Any:
+    async def answer_capability(request: Any) -> Any:
         from aiohttp import web
 
-        return web.json_response(described)
+        return web.json_response(wire.answer_in_version(described, request.query.get("frame_version")))
 
     server.app.router.add_get(wire.ROUTE, answer_capability)
 

@@ -85,11 +85,11 @@ def _check_side(name: str, side: Side, start: int, length: int) -> None:
 
 def _owned_by_both(src: Side, dst: Side, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """First position and length of every run inside [start, start + length) that lies in one run on each side."""
-    theirs, _, n_theirs = dst.layout.owned_intervals(start, length, dst.rank)
+    theirs, _, n_theirs = dst.layout.owned_in_pages(start, length, dst.rank, dst.pages, dst.first)
     if src.layout.dcp_size == 1:  # all of it is one run there
         return theirs, n_theirs
-    ours, _, n_ours = src.layout.owned_intervals(start, length, src.rank)
-    if src.layout == dst.layout and src.rank == dst.rank:
+    ours, _, n_ours = src.layout.owned_in_pages(start, length, src.rank, src.pages, src.first)
+    if (src.layout, src.rank) == (dst.layout, dst.rank) and not src.layout.is_rotated:
         return ours, n_ours
     # For each of their runs, the range of our runs that overlap it: both lists are sorted and disjoint.
     low = np.searchsorted(ours + n_ours, theirs, "right")

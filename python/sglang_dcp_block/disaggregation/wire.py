@@ -12,17 +12,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 
-FRAME_VERSION = 2
+#: The versions that this package reads. Rotated pages (--dcp-rotate) need the last; all else is said in the first, as
+#: peers that know no rotation read it.
+FRAME_VERSIONS = (2, 3)
 MAGIC = b"sglang-dcp-block"
 #: Frames of a stock registration message of Mooncake; ours follows.
 STOCK_FRAMES = 20
 #: GET on the prefill's bootstrap server; :func:`capability` makes the answer.
 ROUTE = "/dcp_block_capability"
 
+_READS = "versions " + " and ".join(map(str, FRAME_VERSIONS))
 _SAME_PLUGIN = "install the same sglang-dcp-block version on both servers"
 
 
@@ -32,21 +35,32 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class KvGeometry:
-    """How one PD server stores KV: its DCP size and block size, tokens per physical page, and KV dtype by name."""
+    """How one PD server stores KV: its DCP size and block size, tokens per physical page, KV dtype by name, and whether
+    each virtual page begins at another rank."""
 
     dcp_size: int
     block_size: int
     page_size: int
     kv_dtype: str
+    rotate: bool = False
 
     @property
     def layout(self) -> DcpLayout:
-        return DcpLayout(self.dcp_size, self.block_size)
+        layout = DcpLayout(self.dcp_size, self.block_size)
+        return layout.rotated(self.page_size) if self.rotate else layout
+
+    @property
+    def frame_version(self) -> int:
+        """Of the frame that says it."""
+        return FRAME_VERSIONS[self.rotate]
 
 
 def encode(geometry: KvGeometry) -> bytes:
     """The frame of a decode server."""
-    return b"%s %d %s" % (MAGIC, FRAME_VERSION, json.dumps(asdict(geometry)).encode())
+    fields = asdict(geometry)
+    if not geometry.rotate:
+        del fields["rotate"]
+    return b"%s %d %s" % (MAGIC, geometry.frame_version, json.dumps(fields).encode())
 
 
 def find(message: Sequence[bytes], stock_frames: int = STOCK_FRAMES) -> bytes | None:
@@ -62,10 +76,10 @@ def decode(frame: bytes) -> KvGeometry:
     """
     try:
         _, version, body = bytes(frame).split(b" ", 2)
-        if int(version) != FRAME_VERSION:
+        if int(version) not in FRAME_VERSIONS:
             raise WireError(
                 f"the decode server sends version {int(version)} of the sglang-dcp-block frame and this prefill server "
-                f"reads version {FRAME_VERSION}: {_SAME_PLUGIN}."
+                f"reads {_READS}: {_SAME_PLUGIN}."
             )
         geometry = KvGeometry(**json.loads(body))
         _ = geometry.layout.virtual_page_size(geometry.page_size)
@@ -85,6 +99,11 @@ def is_stock(prefill: KvGeometry, decode: KvGeometry) -> bool:
         and prefill.page_size == decode.page_size
         and prefill.dcp_size in (1, decode.dcp_size)
     )
+
+
+def is_rank_to_rank(prefill: KvGeometry, decode: KvGeometry) -> bool:
+    """Each prefill rank holds what one decode rank will hold. Rotated pages begin elsewhere on the other side."""
+    return prefill.layout == decode.layout and not prefill.rotate
 
 
 def refusal(prefill: KvGeometry, decode: KvGeometry) -> str | None:
@@ -147,10 +166,24 @@ def senders_of(decode_rank: int, decode_tp: int, prefill_tp: int, prefill_dcp: i
 # -- before the first word ---------------------------------------------------------------------------------------------
 
 
+def route(decode: KvGeometry) -> str:
+    """What a decode server asks for: :data:`ROUTE`, with the version of its frame where that isn't the first."""
+    version = decode.frame_version
+    return ROUTE if version == FRAME_VERSIONS[0] else f"{ROUTE}?frame_version={version}"
+
+
 def capability(layout: DcpLayout, page_size: int) -> dict[str, int]:
     """A prefill server's answer at :data:`ROUTE`, but for its transfer backend and the plugin version."""
     sizes = {"dcp_size": layout.dcp_size, "block_size": layout.block_size, "page_size": page_size}
-    return {"frame_version": FRAME_VERSION, **sizes}
+    if layout.is_rotated:
+        sizes["rotate"] = True
+    return {"frame_version": FRAME_VERSIONS[layout.is_rotated], **sizes}
+
+
+def answer_in_version(answer: dict[str, Any], asked: str | None) -> dict[str, Any]:
+    """``answer`` in a later version of the frame, if decode asks for one that this package reads (:func:`route`)."""
+    version = next((v for v in FRAME_VERSIONS if str(v) == asked), 0)
+    return answer | {"frame_version": max(version, answer["frame_version"])}
 
 
 def served_geometry(status: int, answer: object, kv_dtype: str) -> KvGeometry | None:
@@ -160,11 +193,11 @@ def served_geometry(status: int, answer: object, kv_dtype: str) -> KvGeometry | 
         status: HTTP status. answer: the decoded JSON body (anything for a failed status). kv_dtype: SGLang compares it
             itself and it is not in the answer: the asking side's.
     """
-    if status != 200 or not isinstance(answer, dict) or answer.get("frame_version") != FRAME_VERSION:
+    if status != 200 or not isinstance(answer, dict) or answer.get("frame_version") not in FRAME_VERSIONS:
         return None
     try:
         dcp_size, block_size, page_size = (int(answer[size]) for size in ("dcp_size", "block_size", "page_size"))
-        geometry = KvGeometry(dcp_size, block_size, page_size, kv_dtype)
+        geometry = KvGeometry(dcp_size, block_size, page_size, kv_dtype, answer.get("rotate") is True)
         _ = geometry.layout.virtual_page_size(geometry.page_size)
     except (KeyError, TypeError, ValueError):
         return None
@@ -186,24 +219,24 @@ def transfer_backend_refusal(answer: object, address: str, transfer_backend: str
     )
 
 
-def capability_refusal(status: int, answer: object, address: str, block_size: int) -> str | None:
+def capability_refusal(status: int, answer: object, address: str, decode: KvGeometry) -> str | None:
     """Judge a prefill's answer to GET :data:`ROUTE`: None if it can read our frame, else one sentence.
 
     Args:
         status: HTTP status. answer: the decoded JSON body (anything for a failed status).
-        address: the bootstrap server, host:port. block_size: B of the decode server that asks.
+        address: the bootstrap server, host:port. decode: of the decode server that asks.
     """
     if status != 200 or not isinstance(answer, dict):
         return (
             f"the prefill server at {address} does not run sglang-dcp-block and would send KV in token round-robin "
-            f"order, but this decode server has --dcp-block-size {block_size}: install sglang-dcp-block there "
+            f"order, but this decode server has --dcp-block-size {decode.block_size}: install sglang-dcp-block there "
             "(no flag needed), or start this server with --dcp-block-size 1."
         )
     version = answer.get("frame_version")
-    if version != FRAME_VERSION:
+    if version not in FRAME_VERSIONS or version < decode.frame_version:
         return (
             f"the prefill server at {address} reads version {version} of the sglang-dcp-block frame and this decode "
-            f"server sends version {FRAME_VERSION}: {_SAME_PLUGIN}."
+            f"server sends version {decode.frame_version}: {_SAME_PLUGIN}."
         )
     if served_geometry(status, answer, "") is None:
         return f"the prefill server at {address} sent an unreadable layout: {_SAME_PLUGIN}."

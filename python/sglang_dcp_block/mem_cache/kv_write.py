@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp_block.dcp.kernels import local_index, owner
+from sglang_dcp_block.dcp.kernels import local_index, owner, rotation_constants
 from sglang_dcp_block.dcp.layout import DcpLayout
 
 
@@ -29,6 +29,7 @@ def _write_mla_kv_kernel(
     RANK: tl.constexpr,
     P: tl.constexpr,
     B: tl.constexpr,
+    V: tl.constexpr = 0,
     USE_GDC: tl.constexpr = False,
 ):
     # The token index times a source stride, and a row times the pool's stride, both exceed 2**31 in large pools.
@@ -38,7 +39,7 @@ def _write_mla_kv_kernel(
     loc = tl.load(loc_ptr + token).to(tl.int64)
     # Division rounds toward zero, so a negative id has to go before the rule is asked.
     written = (loc >= 0) & (loc != skip)
-    if written & (owner(tl.maximum(loc, 0), P, B) == RANK):
+    if written & (owner(tl.maximum(loc, 0), P, B, V) == RANK):
         row_ptr = kv_ptr + local_index(loc, P, B) * kv_stride
         nope = tl.arange(0, NOPE_TILE)
         nope_mask = nope < NOPE_DIM
@@ -79,7 +80,7 @@ def check_pool_rows(rows: int, layout: DcpLayout) -> None:
     Raises:
         ValueError: B doesn't divide rows.
     """
-    needed = layout.local_len(rows * layout.dcp_size, 0)  # rank 0 holds the most
+    needed = layout.plain.local_len(rows * layout.dcp_size, 0)  # rank 0 holds the most
     if needed > rows:
         raise ValueError(
             f"a KV pool of {rows} rows must be a multiple of dcp_block_size={layout.block_size}: "
@@ -115,7 +116,7 @@ def write_mla_kv(
     tokens = loc.numel()
     if tokens == 0:
         return
-    layout.local_len(0, rank)  # refuses a rank outside the group
+    layout.check_rank(rank)
     check_pool_rows(kv_buffer.shape[0], layout)
     _check_rows_of_tokens("kv_buffer", kv_buffer, 0)
     _check_rows_of_tokens("k_nope", k_nope, tokens)
@@ -149,6 +150,7 @@ def write_mla_kv(
         RANK=rank,
         P=layout.dcp_size,
         B=layout.block_size,
+        **rotation_constants(layout),
         **(_dependent_launch() if kv_buffer.is_cuda else {}),
     )
 

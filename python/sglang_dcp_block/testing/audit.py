@@ -266,10 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("reference", type=Path)
     parser.add_argument("audit", type=Path)
     parser.add_argument("--block-size", type=int, default=1)
+    parser.add_argument("--rotate", action="store_true", help="the engine ran with --dcp-rotate")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE)
     options = parser.parse_args(arguments)
     reference, requests = Reference(load_requests(options.reference)), load_requests(options.audit)
     layout = DcpLayout(requests[0].dcp_size, options.block_size)
+    if options.rotate:
+        layout = layout.rotated(requests[0].page_rows)
     reports = {
         "requests": audit_requests(layout, requests, reference, options.tolerance),
         "pools": audit_pools(layout, load_pools(options.audit), reference, options.tolerance),

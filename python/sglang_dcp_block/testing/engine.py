@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE, NAME
 from sglang_dcp_block.testing.tiny_model import TinyMla, cached, tiny
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine. block None: stock, without our plugin. max_total_tokens: KV rows of one rank.
+    """One engine. block None: stock, without our plugin. rotate: --dcp-rotate. max_total_tokens: KV rows of one rank.
 
     chunked: chunked prefill size in tokens, None for off. kv_heads: of a grouped-query model, whose architecture says
     that it is one. extra: further ``sgl.Engine`` arguments. env: further environment variables; those that SGLang reads
@@ -54,10 +55,16 @@ class EngineSpec:
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     cold: bool = False
+    rotate: bool = False
+
+    @property
+    def layout(self) -> DcpLayout:
+        layout = DcpLayout(self.dcp, self.block or 1)
+        return layout.rotated(self.page) if self.rotate else layout
 
     @property
     def name(self) -> str:
-        layout = f"dcp{self.dcp}-block{self.block or 'stock'}"
+        layout = f"dcp{self.dcp}-block{self.block or 'stock'}{'-rotated' * self.rotate}"
         return f"tp{self.tp}-{layout}-{self.backend}-{self.comm}-page{self.page}-chunked{self.chunked or 'off'}"
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -87,6 +94,8 @@ class EngineSpec:
             arguments |= {"dcp_size": self.dcp, "dcp_comm_backend": self.comm}
         if self.block is not None:
             arguments["dcp_block_size"] = self.block
+        if self.rotate:
+            arguments["dcp_rotate"] = True
         return arguments | self.extra
 
     def environment(self, audit: Path | None = None) -> dict[str, str]:

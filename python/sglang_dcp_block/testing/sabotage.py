@@ -84,6 +84,13 @@ def _pages_astray() -> None:
     host_copies.deferred = lambda load: deferred(host_copies.astray(load))
 
 
+def _unrotated_writes() -> None:
+    """New rows go to the rank that owns them without rotation; reads are rotated."""
+    from sglang_dcp_block.mem_cache import kv_write
+
+    kv_write.rotation_constants = lambda _layout: {}
+
+
 def _float16_partials() -> None:
     """Partial results go to the merge in float16, as they do from bfloat16 activations, which the interpreter lacks."""
     import torch
@@ -107,5 +114,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "unguarded-merge": _unguarded_merge,
     "blind-store": _blind_store,
     "pages-astray": _pages_astray,
+    "unrotated-writes": _unrotated_writes,
     "float16-partials": _float16_partials,
 }
