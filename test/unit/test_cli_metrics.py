@@ -111,6 +111,21 @@ def test_batches_are_sampled_as_often_as_sglangs_gauges(monkeypatch, step, enabl
     assert seen == ([(DcpLayout(2, 64), [5, 700])] * 3 if recorded else [])
 
 
+def test_under_rotation_rows_per_rank_are_not_told(monkeypatch):
+    told: dict[str, float] = {}
+
+    class Recorder:
+        def __getitem__(self, name):
+            return SimpleNamespace(set=lambda value: told.update({name: value}))
+
+    monkeypatch.setattr(metrics, "_recorder", Recorder())
+    lengths, layout = np.array([65, 1, 512]), DcpLayout(4, 64)
+    metrics.record_batch(layout.rotated(64), lengths)
+    assert told == {"sglang:dcp_empty_shard_ratio": 5 / 12}, "2 ranks, 3 ranks and none without a row"
+    metrics.record_batch(layout, lengths)
+    assert len(told) == 3, "control"
+
+
 def test_names_are_new_and_in_sglangs_form():
     folder = Path(util.find_spec("sglang").origin).parent
     taken = set(re.findall(r'"(sglang:\w+)"', (folder / "srt/observability/metrics_collector.py").read_text()))
