@@ -460,9 +460,12 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
     if wanted:
         allocator = scheduler.token_to_kv_pool_allocator
         check_virtual_page(setup.layout, scheduler.page_size, allocator.page_size)
-        check_kv_dtype(setup.layout, allocator.get_kvcache().dtype)
+        pool = allocator.get_kvcache()
+        check_kv_dtype(setup.layout, pool.dtype)
         if setup.gqa:
-            check_gqa_pool(allocator.get_kvcache(), scheduler.model_config.dtype)
+            check_gqa_pool(pool, scheduler.model_config.dtype)
+        elif pool.dtype.itemsize == 1:
+            check_kv_scales(setup.layout, scheduler.tp_worker.model_runner.model)
         take_any_page_size(allocator)
         metrics.start_for_scheduler(scheduler)
         described = layout_record(setup.layout, scheduler.page_size)
@@ -522,6 +525,24 @@ def check_gqa_pool(pool: Any, model_dtype: Any) -> None:
             f"sglang-dcp-block: {server_args.FLAG} is not tested with a {pool.dtype} KV cache of a grouped-query model "
             f"in {model_dtype}: use --kv-cache-dtype auto."
         )
+
+
+def check_kv_scales(layout: DcpLayout, model: Any) -> None:
+    """Rows are stored and read as the model computed them: SGLang's write of MLA rows under DCP takes no scale.
+
+    Args:
+        model: a torch.nn.Module. SGLang's FP8 checkpoints leave ``k_scale_float`` and ``v_scale_float`` on its layers.
+
+    Raises:
+        HookError: a scale of the checkpoint is not 1.
+    """
+    for name, layer in model.named_modules():
+        scales = {getattr(layer, side, None) for side in ("k_scale_float", "v_scale_float")} - {None, 1.0}
+        if layout.block_size > 1 and scales:
+            raise HookError(
+                f"sglang-dcp-block: the checkpoint scales its FP8 KV by {max(scales):g} in {name}, which "
+                f"{server_args.FLAG} {layout.block_size} is not tested with: use --kv-cache-dtype bfloat16."
+            )
 
 
 def tail_text(layout: DcpLayout, page_size: int, slots: int) -> str:

@@ -27,9 +27,9 @@ TESTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK
 #: The same of grouped-query attention, which runs on the Triton backend only.
 TESTED_GQA_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TESTED_BACKENDS = ("flashinfer", "triton")
-TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16")
+TESTED_KV_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3")
 #: What "auto" may become: the checkpoint decides, and only the pool knows.
-TESTED_POOL_DTYPES = ("bfloat16", "float16", "float32")
+TESTED_POOL_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 TESTED_COMM_BACKENDS = ("a2a", "ag_rs")
 TESTED_TRANSFER_BACKENDS = ("mooncake", "nixl")
 #: (--hicache-io-backend, --hicache-mem-layout), as SGLang resolves them.
@@ -362,6 +362,13 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"window": _window(launch)},
     ),
     Refusal(
+        "gqa-fp8",
+        "FP8 KV cache of grouped-query models",
+        lambda launch: not _is_mla(launch) and launch.cfg.kv_cache_dtype.startswith("fp8"),
+        f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}} and grouped-query attention: use auto.",
+        lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
+    ),
+    Refusal(
         "gqa-pd",
         "grouped-query models on a PD prefill or decode server",
         lambda launch: not _is_mla(launch) and launch.transfer_backend is not None,
@@ -412,9 +419,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "kv-cache-dtype",
-        "FP8 and FP4 KV cache",
+        "KV cache in FP8 e5m2, MXFP8 and FP4",
         lambda launch: launch.cfg.kv_cache_dtype not in TESTED_KV_DTYPES,
-        f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}}: use --kv-cache-dtype auto.",
+        f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}}: use auto, bfloat16 or fp8_e4m3.",
         lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
     ),
     Refusal(

@@ -28,7 +28,15 @@ import pytest
 
 from sglang_dcp_block.dcp.layout import DcpLayout, RotatedLayout
 from sglang_dcp_block.plugin import HOOKS
-from sglang_dcp_block.testing.audit import Reference, audit_pools, audit_requests, load_pools, load_requests
+from sglang_dcp_block.testing.audit import (
+    TOLERANCE,
+    Reference,
+    Tolerance,
+    audit_pools,
+    audit_requests,
+    load_pools,
+    load_requests,
+)
 from sglang_dcp_block.testing.engine import REFERENCE, CaseResult, EngineSpec, Round, differences
 from sglang_dcp_block.testing.tiny_model import KIMI_K25
 
@@ -305,21 +313,28 @@ def wrong_layouts(layout: DcpLayout) -> list[DcpLayout]:
     return [DcpLayout(layout.dcp_size, 1 if layout.block_size > 1 else 16)] * (layout.dcp_size > 1)
 
 
-def check(result: CaseResult, layout: DcpLayout, expected: CaseResult, rows: Reference) -> None:
+def check(
+    result: CaseResult,
+    layout: DcpLayout,
+    expected: CaseResult,
+    rows: Reference,
+    logprobs: float = LOGPROB_TOLERANCE,
+    tolerance: Tolerance = TOLERANCE,
+) -> None:
     """Tokens, logprobs and rows of every round; raises AssertionError with what differs."""
     assert result.audit is not None
     for number, (answers, wanted) in enumerate(zip(result.answers, expected.answers, strict=True)):
-        assert not (found := differences(answers, wanted, LOGPROB_TOLERANCE)), (f"round {number}", found)
+        assert not (found := differences(answers, wanted, logprobs)), (f"round {number}", found)
     requests, pools = load_requests(result.audit), load_pools(result.audit)
     finished = sum(r.finished and r.dcp_rank == 0 for r in requests)
     assert finished >= sum(map(len, result.answers)), "a request left no record"
-    assert (report := audit_requests(layout, requests, rows)).ok, str(report)
+    assert (report := audit_requests(layout, requests, rows, tolerance)).ok, str(report)
     for number in range(len(result.answers)):
         after = load_pools(result.audit, f"{number:02d}")
-        assert (report := audit_pools(layout, after, rows)).ok, str(report)
+        assert (report := audit_pools(layout, after, rows, tolerance)).ok, str(report)
     for other in wrong_layouts(layout):
-        assert not audit_requests(other, requests, rows).ok, "the audit accepts a wrong layout"
-        assert not audit_pools(other, pools, rows).ok, "the audit accepts a wrong layout"
+        assert not audit_requests(other, requests, rows, tolerance).ok, "the audit accepts a wrong layout"
+        assert not audit_pools(other, pools, rows, tolerance).ok, "the audit accepts a wrong layout"
     _called.update(pools[-1].call_counts)
 
 

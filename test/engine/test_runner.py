@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import time
 from dataclasses import asdict
@@ -14,7 +13,6 @@ import pytest
 from test_matrix import prompt
 
 from sglang_dcp_block.testing.engine import Case, EngineFailed, EngineSpec, Round, run
-from sglang_dcp_block.testing.tiny_model import cached
 
 HELLO = [Round([prompt(5)], 400, "hello")]
 
@@ -35,25 +33,6 @@ def test_a_crash_is_reported_with_the_log(warm, tmp_path) -> None:
     with pytest.raises(EngineFailed, match="no DCP-aware write path"):
         run(Case(spec, HELLO), tmp_path, warm=warm, timeout_s=300)
     assert not _processes_of(tmp_path)
-
-
-def test_a_checkpoint_that_asks_for_quantized_kv_stops_the_server(warm, tmp_path) -> None:
-    """--kv-cache-dtype is auto; no layer is quantized, but the checkpoint names FP8 for its KV."""
-    folder = shutil.copytree(cached(), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "kv_cache_scheme": {"type": "float", "num_bits": 8},
-        "ignore": ["*"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    extra = {"model_path": str(folder), "dtype": "bfloat16"}
-    spec = EngineSpec(tp=2, dcp=2, block=16, page=16, backend="flashinfer", extra=extra)
-    with pytest.raises(EngineFailed):
-        run(Case(spec, HELLO), tmp_path / "engine", warm=warm, timeout_s=300)
-    log = (tmp_path / "engine/log.txt").read_text()
-    assert "asks for a float8_e4m3fn KV cache, which --dcp-block-size 16 is not tested with" in log
 
 
 def test_a_hang_is_reported_and_killed(warm, tmp_path) -> None:

@@ -10,6 +10,7 @@ import threading
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import harness
 import numpy as np
 import pytest
 import requests
@@ -90,6 +91,25 @@ def test_rows_of_every_length(dcp_size, page_size, block_size):
                 assert_rows(peer, rows)
                 assert peer.aux[2] == 1
     assert prefill.threads_alive()
+
+
+def assert_fp8_rows(prefill_rank: type[Prefill], peer: type[Peer], engine, monkeypatch) -> None:
+    """DeepSeek-V3's rows in FP8: 576 bytes, half of bf16's. Both servers name the dtype."""
+    monkeypatch.setattr(harness, "ROW_BYTES", 576)
+    layout, ps, fp8 = DcpLayout(2, 16), 32, {"kv_dtype": "fp8_e4m3"}
+    prefill = prefill_rank(engine, 40, ps, **fp8)
+    peers = [peer(layout, r, 10, ps, row_bytes=576, **fp8) for r in range(layout.dcp_size)]
+    for room, length in enumerate((1, 15, 16, 17, 31, 32, 33, 81, 160), 1):
+        for one in peers:
+            one.clear()
+        verdicts, want = run_request(prefill, peers, Request(length, 0, 64), room, room, register=room == 1)
+        assert succeeded(verdicts), verdicts
+        harness.assert_all_rows(peers, want)
+    assert peers[0].kv[0].shape[1] == 576 and want[1][0].max() != want[1][0].min()
+
+
+def test_fp8_rows(monkeypatch):
+    assert_fp8_rows(Prefill, Peer, CopyEngine(), monkeypatch)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 32])

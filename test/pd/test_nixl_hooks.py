@@ -11,7 +11,16 @@ import pytest
 from harness import CANARY, LAYERS, NO_DCP, ROW_BYTES, assert_all_rows, remote_ranks, wait_until
 from nixl_harness import NixlPeer, NixlPrefill, RemoteNixlPeer, decode_process, end_agents
 from test_any_pair import LONGEST, Server, assert_abort_frees_the_pages
-from test_mooncake_hooks import MISFITS, Request, assert_failed, assert_refused, other_version, run_request, succeeded
+from test_mooncake_hooks import (
+    MISFITS,
+    Request,
+    assert_failed,
+    assert_fp8_rows,
+    assert_refused,
+    other_version,
+    run_request,
+    succeeded,
+)
 
 from sglang_dcp_block import metrics, runtime
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -60,6 +69,10 @@ def test_rows_of_every_length(dcp_size, page_size, block_size):
             assert all(peer.aux[2] == 1 for peer in peers)
             assert kv_bytes(prefill) == length * LAYERS * ROW_BYTES, "each row once"
     assert prefill.threads_alive() and prefill.manager._dcp_pack_buffers is None
+
+
+def test_fp8_rows(monkeypatch):
+    assert_fp8_rows(NixlPrefill, NixlPeer, None, monkeypatch)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 32])

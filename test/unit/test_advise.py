@@ -212,8 +212,9 @@ def test_advice_says_what_the_server_refuses_today(tmp_path, v3):
     assert not any(reason.startswith("Not yet") for reason in advice(v3)["reasons"])
     other = advise.load_model(write_config(tmp_path / "other", V3 | {"architectures": ["OtherForCausalLM"]}))
     assert any("refuses OtherForCausalLM" in reason for reason in advice(other)["reasons"])
-    # This line goes when fp8 KV is supported: then the server's list and the advice change together.
-    assert any("refuses fp8 KV" in reason for reason in advice(v3, dtype="fp8")["reasons"])
+    assert any("refuses fp8_e5m2 KV" in reason for reason in advice(v3, dtype="fp8_e5m2")["reasons"])
+    for dtype in ("fp8", "fp8_e4m3"):
+        assert not any(reason.startswith("Not yet") for reason in advice(v3, dtype=dtype)["reasons"])
     assert not any(reason.startswith("Not yet") for reason in advice(other, context=1024, concurrency=1)["reasons"])
 
 

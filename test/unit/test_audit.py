@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.audit import (
@@ -13,6 +14,7 @@ from sglang_dcp_block.testing.audit import (
     RequestRecord,
     audit_pools,
     audit_requests,
+    one_fp8_step,
 )
 
 LAYERS, WIDTH = 2, 3
@@ -223,3 +225,22 @@ def test_a_reference_with_an_unwritten_row_is_an_error() -> None:
     engine = served(1, 1, 4, LastRowMissing)
     with pytest.raises(ValueError, match="unwritten"):
         Reference(engine.request_records())
+
+
+def test_one_fp8_step_reaches_both_neighbours_and_no_further_up() -> None:
+    values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()  # 0 to 448, ascending
+    step = one_fp8_step(values)
+    assert (np.diff(values) <= step[:-1]).all() and (np.diff(values) <= step[1:]).all()
+    assert (values[2:] - values[:-2] > step[:-2]).all()
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, 0), (1.1, 0), (1.3, 1), (float("nan"), 1)])
+def test_a_tolerance_by_value(reference: Reference, factor: float, wrong: int) -> None:
+    engine = served(2, 4, 4)
+    records = engine.request_records()
+    rank, row = engine.place(engine.requests[2][1][9])
+    index = np.searchsorted(records[2].pages, row // 4) * 4 + row % 4
+    record = records[rank * len(PROMPTS) + 2]
+    record.rows[1, index, 0] *= factor
+    report = audit_requests(DcpLayout(2, 4), records, reference, one_fp8_step)
+    assert report.mismatches == wrong and (report.ok is not bool(wrong)), str(report)

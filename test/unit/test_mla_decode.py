@@ -65,6 +65,19 @@ def test_equals_float64(lens: list[int], heads: int) -> None:
     torch.testing.assert_close(inputs.lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
+def test_fp8_rows_are_widened_in_the_kernel() -> None:
+    """Neither queries nor weights are rounded to FP8; the control is what rounding the queries alone does."""
+    inputs = Inputs([31, 200, 0, 90], 24)
+    inputs.kv = inputs.kv.to(torch.float8_e4m3fn)
+    out, lse = inputs.expected()
+    inputs.run()
+    torch.testing.assert_close(inputs.out.double(), out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs.lse.double(), lse, rtol=1e-5, atol=1e-5)
+    inputs.q = inputs.q.to(torch.float8_e4m3fn).float()
+    inputs.run()
+    assert (inputs.out.double() - out).abs().max() > 1e-2
+
+
 def test_a_row_read_from_elsewhere_is_noticed() -> None:
     inputs = Inputs([40, 70], 16)
     out, _ = inputs.expected()

@@ -103,24 +103,47 @@ def test_an_allocator_with_other_pages_stops_the_process():
         plugin.check_virtual_page(DcpLayout(8, 64), 64, 64)
 
 
-def test_a_checkpoint_with_quantized_kv_stops_the_process():
+def test_the_dtype_of_the_pool_decides_not_the_setting():
     """--kv-cache-dtype stays "auto" in the settings; SGLang's own rule and pool say what became of it."""
     import torch
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    def pool_dtype(kv_cache_quant_algo):
+    def pool_dtype(setting, kv_cache_quant_algo=None):
         model = types.SimpleNamespace(quant_config=types.SimpleNamespace(kv_cache_quant_algo=kv_cache_quant_algo))
         fixed = dict(is_draft_worker=False, is_dflash=False, speculative_draft_attention_backend=None)
         _, dtype = configure_kv_cache_dtype(
-            server_args_kv_cache_dtype="auto", model=model, model_dtype=torch.bfloat16, **fixed
+            server_args_kv_cache_dtype=setting, model=model, model_dtype=torch.bfloat16, **fixed
         )
         return MLATokenToKVPool(64, 64, dtype, 8, 8, 1, "cpu", False).dtype
 
-    plugin.check_kv_dtype(DcpLayout(8, 64), pool_dtype(None))
-    with pytest.raises(HookError, match=r"asks for a float8_e4m3fn KV cache.*use --kv-cache-dtype bfloat16\."):
-        plugin.check_kv_dtype(DcpLayout(8, 64), pool_dtype("FP8"))
-    plugin.check_kv_dtype(DcpLayout(8, 1), pool_dtype("FP8"))
+    assert pool_dtype("auto", "FP8") == pool_dtype("fp8_e4m3") == torch.float8_e4m3fn
+    for dtype in (pool_dtype("auto"), pool_dtype("auto", "FP8")):
+        plugin.check_kv_dtype(DcpLayout(8, 64), dtype)
+    with pytest.raises(HookError, match=r"asks for a float8_e5m2 KV cache.*use --kv-cache-dtype bfloat16\."):
+        plugin.check_kv_dtype(DcpLayout(8, 64), pool_dtype("fp8_e5m2"))
+    plugin.check_kv_dtype(DcpLayout(8, 1), pool_dtype("fp8_e5m2"))
+
+
+def test_a_checkpoint_that_scales_its_kv_stops_the_process():
+    import torch
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    def model(scale):
+        """As after loading: -1 is SGLang's mark of a scale that the checkpoint doesn't have."""
+        layer = RadixAttention(1, 8, 1.0, 1, 0)
+        method = BaseKVCacheMethod(None)
+        method.create_weights(layer)
+        layer.k_scale.fill_(scale)
+        method.process_weights_after_loading(layer)
+        return torch.nn.ModuleDict({"attn_mqa": layer, "plain": RadixAttention(1, 8, 1.0, 1, 0)})
+
+    for scale in (-1.0, 1.0):
+        plugin.check_kv_scales(DcpLayout(8, 64), model(scale))
+    with pytest.raises(HookError, match=r"scales its FP8 KV by 0\.5 in attn_mqa.*use --kv-cache-dtype bfloat16\."):
+        plugin.check_kv_scales(DcpLayout(8, 64), model(0.5))
+    plugin.check_kv_scales(DcpLayout(8, 1), model(0.5))
 
 
 def test_another_sglang_version_stops_the_process(monkeypatch):

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sglang_dcp_block.testing import cpu_testbed, host_copies
 from sglang_dcp_block.testing.engine import Answer, Case, EngineSpec, Round, case_from_json, differences
@@ -50,6 +52,39 @@ def test_a_missing_target_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cpu_testbed, "SHIMS", (shim,))
     with pytest.raises(SystemExit, match="no_such_method"):
         cpu_testbed.install("never")
+
+
+# -- Triton's interpreter --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _convert(source, target, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(target + i, tl.load(source + i).to(target.dtype.element_ty))
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_interpreter_widens_every_fp8_value(wide: torch.dtype, device: str) -> None:
+    fp8 = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    got = torch.zeros(256, dtype=wide, device=device)
+    _convert[(1,)](fp8, got, N=256)
+    torch.testing.assert_close(got, fp8.to(wide), rtol=0, atol=0, equal_nan=True)
+    assert got.isnan().sum() == 2
+
+
+def test_the_interpreter_rounds_to_fp8(device: str) -> None:
+    """Every border between two values, what lies around it, and what is beyond the largest."""
+    values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    borders = (values[1:] + values[:-1]) / 2
+    odd = torch.tensor([1e6, 448.0, 464.0, 470.0, 500.0, 1e-9, 0.0, math.inf])
+    some = torch.cat([values, borders, borders * (1 + 2**-20), borders * (1 - 2**-20), odd])
+    n = 2048
+    padded = torch.zeros(n, device=device)
+    padded[: 2 * len(some)] = torch.cat([some, -some])
+    got = torch.zeros(n, dtype=torch.float8_e4m3fn, device=device)
+    _convert[(1,)](padded, got, N=n)
+    want = padded.clamp(-448, 448).to(torch.float8_e4m3fn)  # torch makes NaN of what is beyond, a GPU 448
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 # -- stand-ins -------------------------------------------------------------------------------------------------------

@@ -180,7 +180,8 @@ def forward_extend(
         v = k
         k = torch.cat([k, k_rope.view(k.shape[0], 1, -1)], dim=-1)
         gathered = forward_batch.attn_dcp_metadata
-        k_buffer = gathered.dcp_kv_buffer[: gathered.dcp_extend_prefix_lens_sum]
+        # The kernel would round queries and softmax weights to an FP8 prefix's dtype.
+        k_buffer = gathered.dcp_kv_buffer[: gathered.dcp_extend_prefix_lens_sum].to(q.dtype)
         v_buffer = k_buffer[..., : layer.v_head_dim]
         kv_indptr, kv_indices = _prefix_index(gathered, forward_batch.extend_prefix_lens, meta.kv_indptr)
     else:

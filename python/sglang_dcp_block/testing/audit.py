@@ -11,7 +11,8 @@ by token prefix. For each record of a DCP-P engine and each of its ranks, under 
   SGLang lets padded batch entries write there.
 
 Float32 rows of two engines differ by rounding (another batch shape, another reduction order over ranks): ``tolerance``
-is absolute; a wrong row differs by about 1.
+is absolute; a wrong row differs by about 1. FP8 rows are equal, or :func:`one_fp8_step` apart where that rounding
+crosses a border of FP8's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,17 @@ import numpy as np
 from sglang_dcp_block.dcp.layout import DcpLayout
 
 TOLERANCE = 1e-3
+#: Absolute, or the largest difference allowed for each value of the reference.
+Tolerance = float | Callable[[np.ndarray], np.ndarray]
 _KEPT_COMPLAINTS = 8
+
+
+def one_fp8_step(values: np.ndarray) -> np.ndarray:
+    """From float8_e4m3fn values to their upper neighbours (3 bits of fraction, 2^-9 at zero), or a little more.
+
+    Lower neighbours are as far, those of powers of two half as far.
+    """
+    return np.maximum(np.abs(values) / 8, 2.0**-9)
 
 
 class RequestRecord(NamedTuple):
@@ -161,7 +172,7 @@ class Report:
 
 
 def audit_requests(
-    layout: DcpLayout, records: Sequence[RequestRecord], reference: Reference, tolerance: float = TOLERANCE
+    layout: DcpLayout, records: Sequence[RequestRecord], reference: Reference, tolerance: Tolerance = TOLERANCE
 ) -> Report:
     """Judge request records of one DCP engine, all ranks together.
 
@@ -181,7 +192,7 @@ def audit_requests(
 
 
 def audit_pools(
-    layout: DcpLayout, records: Sequence[PoolRecord], reference: Reference, tolerance: float = TOLERANCE
+    layout: DcpLayout, records: Sequence[PoolRecord], reference: Reference, tolerance: Tolerance = TOLERANCE
 ) -> Report:
     """Judge whole-pool records of one idle DCP engine, all ranks together. Raises as :func:`audit_requests`."""
     report = Report()
@@ -227,7 +238,7 @@ def _compare(
     slots: np.ndarray,
     index: np.ndarray,
     reference: Reference,
-    tolerance: float,
+    tolerance: Tolerance,
 ) -> np.ndarray:
     """Compare the rows that ``record``'s rank owns; returns their indices into ``record.rows``."""
     owned = np.flatnonzero(layout.owner(slots) == record.dcp_rank)
@@ -239,8 +250,10 @@ def _compare(
         return owned[:0]
     expected = reference.rows(tokens)
     known = owned[owned < expected.shape[1]]
-    difference = np.abs(record.rows[:, index[known]] - expected[:, known]).max(axis=(0, 2), initial=0.0)
-    wrong = ~(difference <= tolerance)  # NaN is wrong
+    gap = np.abs(record.rows[:, index[known]] - expected[:, known])
+    allowed = tolerance(expected[:, known]) if callable(tolerance) else tolerance
+    wrong = ~(gap <= allowed).all(axis=(0, 2))  # NaN is wrong
+    difference = gap.max(axis=(0, 2), initial=0.0)
     report.compared += len(known)
     report.uncovered += len(owned) - len(known)
     report.mismatches += int(wrong.sum())

@@ -26,14 +26,17 @@ PLATFORM_CLASS = "sglang_dcp_block.testing.cpu_platform:CpuTestbedPlatform"
 AUDIT_VARIABLE = "SGLANG_DCP_BLOCK_AUDIT"
 #: A fault of :mod:`sglang_dcp_block.testing.sabotage`: a layout that is broken on purpose.
 SABOTAGE_VARIABLE = "SGLANG_DCP_BLOCK_SABOTAGE"
+#: Attention reads FP8 KV in float32. For references: SGLang's Triton kernels round queries and weights to FP8.
+WIDE_KV_VARIABLE = "SGLANG_DCP_BLOCK_WIDE_KV"
 
 
 class Shim(NamedTuple):
     """One replaced name: ``module`` and dotted ``attribute``, ``make(original) -> replacement``.
 
-    when: "interpreter" and "start" (as the plugin loads; unit tests want the former as well), "model" (after the model
-    is loaded: modules that SGLang imports late), "disaggregation" or "hicache" (the same moment, in a prefill or decode
-    server, or with a host cache). adds: the name doesn't exist without a GPU.
+    when: "interpreter" and "start" (as the plugin loads; unit tests want the former as well), "wide" (then as well, for
+    WIDE_KV_VARIABLE), "model" (after the model is loaded: modules that SGLang imports late), "disaggregation" or
+    "hicache" (the same moment, in a prefill or decode server, or with a host cache). adds: the name doesn't exist
+    without a GPU.
     """
 
     when: str
@@ -103,6 +106,36 @@ def _cached_by_name(original: Callable) -> Callable:
     return np_dtype
 
 
+def _fp8_as_torch(original: Callable) -> Callable:
+    """``original`` of any types but FP8 (e4m3), which widens as in torch, NaN too, and narrows as a GPU does: to the
+    nearest, ties to even, 448 at most."""
+
+    @functools.wraps(original)
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        import torch
+        from triton import language as tl
+
+        kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
+        kinds[tl.float32] = torch.float32
+        if tl.float8e4nv not in (source, target):
+            return original(data, source, target, rounding)
+        values = torch.from_numpy(data.copy()).view(kinds[source])
+        if target == tl.float8e4nv:
+            values = values.float().clamp(-448, 448)
+        bits = getattr(torch, f"uint{target.primitive_bitwidth}")
+        return values.to(kinds[target]).view(bits).numpy()
+
+    return convert
+
+
+def _widened(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def buffer(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs).float()
+
+    return buffer
+
+
 def _gloo_all_to_all_single(_original: Callable) -> Callable:
     def all_to_all_single(self: Any, output: Any, input: Any) -> None:
         import torch.distributed
@@ -155,6 +188,7 @@ _FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
 _FORWARD_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
 _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 _NIXL = "sglang.srt.disaggregation.nixl.conn"
+_POOL = "sglang.srt.mem_cache.memory_pool"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mla"
 _CACHE_CONTROLLER = "sglang.srt.managers.cache_controller"
 
@@ -172,6 +206,17 @@ SHIMS: tuple[Shim, ...] = (
         "_get_np_dtype",
         _cached_by_name,
         "it builds its table of types at every load, store and cast",
+    ),
+    Shim(
+        "interpreter",
+        _INTERPRETER,
+        "_convert_float",
+        _fp8_as_torch,
+        "it narrows to FP8 by cutting bits off, and widens FP8's NaN to 480",
+    ),
+    *(
+        Shim("wide", _POOL, f"MLATokenToKVPool.get_{side}_buffer", _widened, "WIDE_KV_VARIABLE asks for it")
+        for side in ("key", "value")
     ),
     Shim(
         "interpreter",
@@ -329,6 +374,8 @@ def register() -> None:
     if os.environ.get("SGLANG_PLATFORM") == NAME:
         install("interpreter")
         install("start")
+        if os.environ.get(WIDE_KV_VARIABLE):
+            install("wide")
     if fault := os.environ.get(SABOTAGE_VARIABLE):
         logger.error("%s=%s: this server breaks its KV layout on purpose; unset it", SABOTAGE_VARIABLE, fault)
         importlib.import_module("sglang_dcp_block.testing.sabotage").FAULTS[fault]()

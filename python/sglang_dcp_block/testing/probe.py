@@ -142,7 +142,9 @@ def _identity(allocator: Any) -> dict[str, Any]:
 
 
 def _copy_rows(allocator: Any, rows: torch.Tensor | slice) -> np.ndarray:
-    return np.stack([b[rows].flatten(1).float().cpu().numpy() for b in _buffers(allocator)])
+    # uint8 pools hold FP8; float32 keeps each of its values apart.
+    dtype = allocator._kvcache.dtype
+    return np.stack([b[rows].view(dtype).flatten(1).float().cpu().numpy() for b in _buffers(allocator)])
 
 
 def _record_request(req: Any, tree_cache: Any, **_: Any) -> None:

@@ -60,6 +60,23 @@ def _wrap_write(change: Callable[[Any], Any]) -> None:
     triton_gqa.write_rows = changed(triton_gqa.write_rows)
 
 
+def _half_scale() -> None:
+    """FP8 rows are written at half their values, as if for a reader that doubles them."""
+    import torch
+
+    from sglang_dcp_block import dcp_hooks
+
+    write = dcp_hooks.write_mla_kv
+
+    def halved(fp8_bytes: torch.Tensor) -> torch.Tensor:
+        return (fp8_bytes.view(torch.float8_e4m3fn).float() / 2).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def changed(kv_buffer: Any, loc: Any, k_nope: Any, k_rope: Any, *args: Any, **kwargs: Any) -> None:
+        write(kv_buffer, loc, halved(k_nope), halved(k_rope), *args, **kwargs)
+
+    dcp_hooks.write_mla_kv = changed
+
+
 def _unguarded_merge() -> None:
     """An empty shard's output goes into the merge as the kernel left it."""
     from sglang_dcp_block.attention import flashinfer_mla, triton_mla
@@ -111,6 +128,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "swapped-rows": _swap_rows,
     "dropped-row": _drop_last_row,
     "lost-rows": _lose_rows,
+    "half-scale": _half_scale,
     "unguarded-merge": _unguarded_merge,
     "blind-store": _blind_store,
     "pages-astray": _pages_astray,
