@@ -1,16 +1,20 @@
 """Prefill to decode over Mooncake: token round-robin row by row, token round-robin through a pack buffer, whole blocks.
 
     python benchmark/transfer.py --json benchmark/results/transfer_NAME.json --png benchmark/results/transfer_NAME.png
+    python benchmark/transfer.py --fresh --json benchmark/results/transfer_fresh_NAME.json
     python benchmark/transfer.py --quick
 
 Two processes of one machine, each with Mooncake's real TransferEngine over TCP. One holds a DeepSeek-sized MLA cache
-(bf16 rows of 1,152 bytes in 4 or 61 layers, pages in random order) and sends what decode rank 0 of P owns of a prompt;
-the other is that rank. All variants of a cell send the same tokens in one run, in turns:
+(bf16 rows of 1,152 bytes in 4 or 61 layers) and sends what decode rank 0 of P owns of a prompt; the other is that rank.
+Pages are in random order on both sides, or with --fresh as pools that nobody has used give them out, one after another.
+All variants of a cell send the same tokens in one run, in turns:
 
 - ``token``: one segment per row and layer, SGLang's send without a pack buffer (its only way off CUDA);
 - ``packed``: rows gathered into a pack buffer, then sent in runs that are contiguous at the destination, SGLang's way
   on CUDA. On CUDA the gather is SGLang's kernel, on CPU numpy's;
-- ``block B``: this project's plan; segments go out from where they lie. Page size B.
+- ``block B``: this project's plan; segments go out from where they lie. Page size B, with --fresh in the order that
+  disaggregation/placement.py gives them out in;
+- ``block 64, by position``, with --fresh: pages in the order of positions, as without placement.py.
 
 Batches are cut alike for all (SGLang itself hands over everything at once, which a TCP lane refuses above 2,048
 segments). A large cell is a sample: as many layers are allocated as fit --memory-mib, and a send stops after
@@ -44,6 +48,7 @@ from rich.table import Table
 
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation.mooncake import MAX_BATCH_SEGMENTS, send_batches
+from sglang_dcp_block.disaggregation.placement import page_order, whole_pages
 from sglang_dcp_block.disaggregation.plan import Segments, Side, addresses, plan_pair
 
 ROW_BYTES = 1152
@@ -60,15 +65,20 @@ class Cell(NamedTuple):
     tokens: int
     dcp_size: int
     layers: int
+    fresh: bool
 
 
 @dataclass
 class Row:
-    """One variant in one cell. Counts are of one decode rank and the whole prompt; times in seconds."""
+    """One variant in one cell. Counts are of one decode rank and the whole prompt; times in seconds.
+
+    over_packed: seconds per byte over those of ``packed`` in the same turn, packing included, median over the turns.
+    """
 
     tokens: int
     dcp_size: int
     layers: int
+    fresh: bool
     variant: str
     segments: int
     segment_bytes: float
@@ -80,6 +90,7 @@ class Row:
     gbps_low: float
     gbps_high: float
     pack_s: float
+    over_packed: float
 
 
 # -- the decode rank -----------------------------------------------------------------------------------------------
@@ -177,10 +188,16 @@ class Pages(NamedTuple):
     dst: np.ndarray
 
 
-def pages_of(cell: Cell, layout: DcpLayout, page_size: int) -> Pages:
-    rng = np.random.default_rng(0)
-    virtual = layout.virtual_page_size(page_size)
-    return Pages(rng.permutation(-(-cell.tokens // page_size)), rng.permutation(-(-cell.tokens // virtual)))
+def pages_of(cell: Cell, layout: DcpLayout, page_size: int, placed: bool = True) -> Pages:
+    """placed: by placement.py, where it has a say."""
+    rng, virtual = np.random.default_rng(0), layout.virtual_page_size(page_size)
+    src, dst = -(-cell.tokens // page_size), -(-cell.tokens // virtual)
+    if not cell.fresh:
+        return Pages(rng.permutation(src), rng.permutation(dst))
+    if placed and whole_pages(layout, page_size):
+        order = page_order(layout, page_size, np.array([0]), np.array([cell.tokens]))
+        return Pages(order, np.arange(dst))
+    return Pages(np.arange(src), np.arange(dst))
 
 
 def plan_rank(layout: DcpLayout, rank: int, page_size: int, pages: Pages, tokens: int) -> Segments:
@@ -243,9 +260,11 @@ def cut(bench: Bench, src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tu
     return src[:n], dst[:n], sizes[:n]
 
 
-def segments_variant(bench: Bench, cell: Cell, name: str, layout: DcpLayout, page_size: int, lists: Any) -> Variant:
+def segments_variant(
+    bench: Bench, cell: Cell, name: str, layout: DcpLayout, page_size: int, lists: Any, placed: bool = True
+) -> Variant:
     """``token`` and ``block B``: send from where the rows lie."""
-    pages = pages_of(cell, layout, page_size)
+    pages = pages_of(cell, layout, page_size, placed)
     segments, layers = plan(cell, layout, page_size, pages), bench.layers_at_hand(cell)
     stride = (cell.tokens + 256) * ROW_BYTES
     rows = layout.local_len(cell.tokens + layout.virtual_page_size(page_size), 0)
@@ -339,15 +358,16 @@ def variants(bench: Bench, cell: Cell) -> Iterator[Variant]:
         bench, cell, "token", token, TOKEN_PAGE, lambda pages: stock_lists(cell, pages, packed=False)
     )
     yield packed_variant(bench, cell)
-    for size in BLOCKS:
+    for size, placed in [(size, True) for size in BLOCKS] + [(64, False)] * cell.fresh:
         layout = DcpLayout(cell.dcp_size, size)
         yield segments_variant(
             bench,
             cell,
-            f"block {size}",
+            f"block {size}" if placed else f"block {size}, by position",
             layout,
             size,
             lambda pages, layout=layout, size=size: our_lists(cell, layout, size, pages),
+            placed,
         )
 
 
@@ -359,15 +379,18 @@ def measure(bench: Bench, cell: Cell, repeats: int, check: bool) -> list[Row]:
             times = max(1, min(16, SHORTEST_SEND // way.sample_bytes))
             steps = [way.step() for _ in range(times)]
             taken[way.name].append((sum(p for p, _ in steps) / times, sum(s for _, s in steps) / times))
-    rows = []
+    rows, packed = [], next(way.sample_bytes for way in ways if way.name == "packed")
     total = DcpLayout(cell.dcp_size)
     for way in ways:
         if check:
             way.step()
             if not way.check():
                 raise SystemExit(f"{way.name}: rows arrived wrong in {cell}")
+        over = [
+            s / t / way.sample_bytes * packed for (_, s), (_, t) in zip(taken[way.name], taken["packed"], strict=True)
+        ]
         speeds = sorted(way.sample_bytes / seconds / 1e9 for _, seconds in taken[way.name])
-        size = 1 if way.name in ("token", "packed") else int(way.name.split()[1])
+        size = 1 if way.name in ("token", "packed") else int(way.name.split()[1].rstrip(","))
         owned = (total if size == 1 else DcpLayout(cell.dcp_size, size)).local_len(cell.tokens, 0)
         whole = owned * ROW_BYTES * cell.layers
         packing = statistics.median(p for p, _ in taken[way.name]) * whole / way.sample_bytes
@@ -385,6 +408,7 @@ def measure(bench: Bench, cell: Cell, repeats: int, check: bool) -> list[Row]:
                 speeds[0],
                 speeds[-1],
                 packing,
+                statistics.median(over),
             )
         )
     return rows
@@ -394,7 +418,7 @@ def planning(tokens: int = 1 << 20, dcp_size: int = 8, block_size: int = 64) -> 
     """Planning alone, all ranks: SGLang's plan of rows at B = 1 against our plan of segments, 1M tokens."""
     from sglang.srt.disaggregation.common.utils import build_dcp_token_transfer_plan
 
-    cell, token, block = Cell(tokens, dcp_size, 1), DcpLayout(dcp_size), DcpLayout(dcp_size, block_size)
+    cell, token, block = Cell(tokens, dcp_size, 1, fresh=False), DcpLayout(dcp_size), DcpLayout(dcp_size, block_size)
     for_token, for_block = pages_of(cell, token, TOKEN_PAGE), pages_of(cell, block, block_size)
 
     def stock() -> None:
@@ -446,6 +470,7 @@ def machine(device: str) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "mooncake": wheels,
+        "mooncake_settings": {k: v for k, v in os.environ.items() if k.startswith("MC_")},
         "device": device,
         "transport": "TCP on loopback",
     }
@@ -457,10 +482,20 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def table_of(rows: list[Row], cell: Cell) -> Table:
-    mine = [r for r in rows if (r.tokens, r.dcp_size, r.layers) == cell]
+    mine = [r for r in rows if (r.tokens, r.dcp_size, r.layers, r.fresh) == cell]
     base = next(r for r in mine if r.variant == "token")
     table = Table(title=f"{cell.tokens} tokens, P = {cell.dcp_size}, {cell.layers} layers, one decode rank")
-    for name in ("variant", "segments", "KiB each", "GB/s", "(low..high)", "x token", "planning ms", "extra MiB"):
+    for name in (
+        "variant",
+        "segments",
+        "KiB each",
+        "GB/s",
+        "(low..high)",
+        "x token",
+        "time/packed",
+        "planning ms",
+        "extra MiB",
+    ):
         table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     for r in mine:
         table.add_row(
@@ -470,6 +505,7 @@ def table_of(rows: list[Row], cell: Cell) -> Table:
             f"{r.gbps:.3f}",
             f"{r.gbps_low:.3f}..{r.gbps_high:.3f}",
             f"{r.gbps / base.gbps:.1f}",
+            f"{r.over_packed:.2f}",
             f"{r.plan_s * 1e3:.2f}",
             f"{r.extra_bytes / 2**20:.0f}",
         )
@@ -505,7 +541,10 @@ def plot(rows: list[Row], where: Path, title: str) -> None:
 
 @app.command()
 def main(
-    quick: Annotated[bool, typer.Option(help="Three small cells.")] = False,
+    quick: Annotated[bool, typer.Option(help="Four small cells.")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="Pools that nobody has used: pages adjoin. Ten cells of 4 layers.")
+    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all rows there.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
     repeats: Annotated[int, typer.Option(help="Sends per variant and cell.")] = 5,
@@ -514,13 +553,14 @@ def main(
     sample_mib: Annotated[int, typer.Option(help="A send stops after this much.")] = 48,
 ) -> None:
     """Measure, print tables, and write JSON and a plot."""
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(120, Console().width))
     if device == "auto":
         import torch
 
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     tokens = (1024, 8192) if quick else (1024, 4096, 16_384, 32_768, 131_072)
-    cells = [Cell(t, p, n) for t, p, n in product(tokens, (2, 8) if quick else (2, 4, 8), (4,) if quick else (4, 61))]
+    ranks, layers = ((2, 8), (4,)) if quick or fresh else ((2, 4, 8), (4, 61))
+    cells = [Cell(t, p, n, fresh) for t, p, n in product(tokens, ranks, layers)]
     memory, sample = memory_mib << 20, sample_mib << 20
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -554,7 +594,8 @@ def main(
         process.join(5)
     finally:
         process.kill()
-    for cell in cells if quick else [c for c in cells if c.dcp_size == 8 and c.tokens in (1024, 32_768, 131_072)]:
+    shown = [c for c in cells if c.dcp_size == 8 and c.tokens in (1024, 32_768, 131_072)]
+    for cell in cells if quick or fresh else shown:
         console.print(table_of(rows, cell))
     about = machine(device)
     console.print(f"{about['cpu']}, {about['cores']} cores, {about['transport']}, {about['mooncake']}")

@@ -88,6 +88,7 @@ SCOPE_TEXT = {
     "flashinfer": "scheduler processes of the FlashInfer backend with a block size above 1",
     "pd_prefill": "scheduler processes of a Mooncake or NIXL prefill server, whatever its flags",
     "pd_decode": "scheduler processes of a Mooncake or NIXL decode server, whatever its flags",
+    "pd_pages": "scheduler processes of a Mooncake or NIXL prefill server without DCP",
     "mooncake_prefill": "the same, of a Mooncake prefill server alone",
     "mooncake_decode": "the same, of a Mooncake decode server alone",
     "nixl_prefill": "the same, of a NIXL prefill server alone",

@@ -20,6 +20,7 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation.common import COMMON_HOOKS, COMMON_SCOPES
 from sglang_dcp_block.disaggregation.mooncake import MOONCAKE_HOOKS, MOONCAKE_SCOPES
 from sglang_dcp_block.disaggregation.nixl import NIXL_HOOKS, NIXL_SCOPES
+from sglang_dcp_block.disaggregation.placement import PLACEMENT_HOOKS, PLACEMENT_SCOPES
 from sglang_dcp_block.hooks import Hook, HookError
 from sglang_dcp_block.mem_cache.allocator import take_any_page_size
 
@@ -76,6 +77,7 @@ SCOPES: dict[str, str | Callable[[Setup], bool]] = {
     "gqa": lambda s: s.gqa,
     "flashinfer": lambda s: s.flashinfer_block,
     **COMMON_SCOPES,
+    **PLACEMENT_SCOPES,
     **MOONCAKE_SCOPES,
     **NIXL_SCOPES,
 }
@@ -351,6 +353,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     # -- P->D: both backends, Mooncake, NIXL
     *COMMON_HOOKS,
+    *PLACEMENT_HOOKS,
     *MOONCAKE_HOOKS,
     *NIXL_HOOKS,
 )

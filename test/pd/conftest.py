@@ -12,8 +12,9 @@ def _patched():
     from sglang_dcp_block.disaggregation.common import COMMON_HOOKS
     from sglang_dcp_block.disaggregation.mooncake import MOONCAKE_HOOKS
     from sglang_dcp_block.disaggregation.nixl import NIXL_HOOKS
+    from sglang_dcp_block.disaggregation.placement import PLACEMENT_HOOKS
 
-    hooks.install([*COMMON_HOOKS, *MOONCAKE_HOOKS, *NIXL_HOOKS])
+    hooks.install([*COMMON_HOOKS, *PLACEMENT_HOOKS, *MOONCAKE_HOOKS, *NIXL_HOOKS])
 
 
 @pytest.fixture

@@ -466,7 +466,8 @@ def test_300_requests_in_a_row(pair, single):
 def test_demo(tmp_path, show, warm):
     rows = show(run_pd_demo, tmp_path, lengths=(1, 129), warm=warm)
     assert all(r.equal for r in rows)
-    assert [r.segments for r in rows] == [2, 2 * 3] and [r.token_segments for r in rows] == [2, 2 * 129]
+    # Blocks 0 and 2 are rank 0's and lie side by side on both servers.
+    assert [r.segments for r in rows] == [2, 2 * 2] and [r.token_segments for r in rows] == [2, 2 * 129]
 
 
 def test_specs_are_what_the_docstring_says():

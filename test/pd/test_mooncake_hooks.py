@@ -31,13 +31,27 @@ class Request(NamedTuple):
     chunk: int = 1 << 20
 
 
-def run_request(prefill: Prefill, peers: list[Peer], request: Request, room: int, seed: int = 0, register: bool = True):
-    """One request through registration, metadata, chunks and status. Returns each peer's (room, status, reason)."""
+def run_request(
+    prefill: Prefill,
+    peers: list[Peer],
+    request: Request,
+    room: int,
+    seed: int = 0,
+    register: bool = True,
+    pages: tuple[np.ndarray, np.ndarray] | None = None,
+):
+    """One request through registration, metadata, chunks and status. Returns each peer's (room, status, reason).
+
+    pages: where it lies at prefill and at decode, anywhere unless said.
+    """
     ps, rng = prefill.page_size, np.random.default_rng(seed)
     tokens = request.end - request.prefix
-    src_pages = rng.permutation(len(prefill.kv[0]) // ps)[: -(-tokens // ps)]
-    width = peers[0].layout.virtual_page_size(ps)
-    dst_pages = rng.permutation(peers[0].rows // peers[0].layout.rows_per_virtual_page(ps))[: -(-tokens // width)]
+    width, height = peers[0].layout.virtual_page_size(ps), peers[0].layout.rows_per_virtual_page(ps)
+    src_pages, dst_pages = pages or (
+        rng.permutation(len(prefill.kv[0]) // ps),
+        rng.permutation(peers[0].rows // height),
+    )
+    src_pages, dst_pages = src_pages[: -(-tokens // ps)], dst_pages[: -(-tokens // width)]
     prefill.open_room(room)
     for peer in peers:
         if register:
@@ -46,8 +60,8 @@ def run_request(prefill: Prefill, peers: list[Peer], request: Request, room: int
     wait_until(lambda: len(prefill.manager.transfer_infos.get(room, ())) == len(peers), "all peers are known")
     for begin in range(0, tokens, request.chunk):
         n = min(request.chunk, tokens - begin)
-        pages = src_pages[begin // ps : -(-(begin + n) // ps)]
-        prefill.send(room, pages, begin // ps, n, last=begin + n == tokens)
+        chunk = src_pages[begin // ps : -(-(begin + n) // ps)]
+        prefill.send(room, chunk, begin // ps, n, last=begin + n == tokens)
     want = [expected_rows(prefill, p, src_pages, dst_pages, request.prefix, request.end, request.prefix) for p in peers]
     return [peer.verdict() for peer in peers], want
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dcp_block import metrics
-from sglang_dcp_block.disaggregation import wire
+from sglang_dcp_block.disaggregation import placement, wire
 from sglang_dcp_block.disaggregation.common import (
     Chunk,
     described_peer,
@@ -50,6 +50,7 @@ def from_zmq(original: Callable[..., Any], cls: type, message: list[bytes]) -> A
     info = original(cls, message)
     rank, size = info.dst_tp_rank % info.dst_attn_tp_size, info.dst_attn_tp_size
     info.dst_dcp_size = described_peer(info.dst_dcp_size, rank, size, wire.find(message))
+    placement.expect(info.dst_dcp_size)
     return info
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dcp_block import metrics
-from sglang_dcp_block.disaggregation import wire
+from sglang_dcp_block.disaggregation import placement, wire
 from sglang_dcp_block.disaggregation.common import (
     Chunk,
     PeerDcpSize,
@@ -60,6 +60,7 @@ def from_zmq(original: Callable[..., Any], cls: type, message: list[bytes]) -> A
     info = original(cls, message)
     rank, size = info.decode_tp_rank % info.decode_tp_size, info.decode_tp_size
     info.dst_dcp_size = described_peer(info.dst_dcp_size, rank, size, wire.find(message, STOCK_FRAMES))
+    placement.expect(info.dst_dcp_size)
     return info
 
 
