@@ -284,10 +284,6 @@ def _nixl_plugin() -> str:
     return envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
 
 
-def _has_host_cache_and_pd(launch: Launch) -> bool:
-    return launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None
-
-
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "block-without-dcp",
@@ -507,20 +503,20 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: {"storage": launch.cfg.hicache_storage_backend},
     ),
     Refusal(
-        "hicache-pd-dp-attention",
-        "HiCache on a PD server with DP attention",
-        lambda launch: _has_host_cache_and_pd(launch) and (launch.cfg.attn_dp_size or 1) > 1,
-        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention on a PD {{mode}} server: "
+        "hicache-dp-attention",
+        "HiCache with DP attention, on a PD server or with a store",
+        lambda launch: (
+            launch.cfg.enable_hierarchical_cache
+            and (launch.cfg.attn_dp_size or 1) > 1
+            and (launch.transfer_backend is not None or launch.cfg.hicache_storage_backend is not None)
+        ),
+        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention {{where}}: "
         "drop --enable-hierarchical-cache.",
-        lambda launch: {"mode": launch.cfg.disaggregation_mode},
-    ),
-    Refusal(
-        "hicache-pd-storage",
-        "HiCache storage on a PD server",
-        lambda launch: _has_host_cache_and_pd(launch) and launch.cfg.hicache_storage_backend is not None,
-        f"{FLAG} {{B}} is not tested with --hicache-storage-backend on a PD {{mode}} server: "
-        "drop --hicache-storage-backend, host memory alone is tested.",
-        lambda launch: {"mode": launch.cfg.disaggregation_mode},
+        lambda launch: {
+            "where": "with --hicache-storage-backend"
+            if launch.transfer_backend is None
+            else f"on a PD {launch.cfg.disaggregation_mode} server"
+        },
     ),
     _flag("lmcache", "enable_lmcache", "LMCache"),
     _flag("flexkv", "enable_flexkv", "FlexKV"),

@@ -20,14 +20,7 @@ from test_matrix import LOGPROB_TOLERANCE, check, dcp, prompt
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.testing.audit import audit_requests, load_pools, load_requests
 from sglang_dcp_block.testing.cpu_testbed import SABOTAGE_VARIABLE
-from sglang_dcp_block.testing.engine import (
-    REFERENCE,
-    Answer,
-    CaseResult,
-    EngineSpec,
-    Round,
-    differences,
-)
+from sglang_dcp_block.testing.engine import REFERENCE, Answer, CaseResult, EngineSpec, Round, differences
 
 KEY_HOOK = "sglang.srt.managers.cache_controller:HiCacheController._generate_storage_config"
 ROWS_HOOK = "sglang.srt.layers.dcp.layout:maybe_dcp_kernel_indices"
@@ -47,20 +40,14 @@ WHOLE = Round([BASE], 4, "whole")
 ROUNDS = [FILL, *EVICT, *back_at(*CUTS), WHOLE]
 
 
-def server(
-    block: int, store: Path | dict | None = None, ranks: int = 2, backend: str = "flashinfer", **more
-) -> EngineSpec:
-    """Room for 576 slots on the ranks together and for four times as many in host memory.
-
-    store: a folder, or what SGLang's configuration of a Mooncake store says.
-    """
+def server(block: int, store: Path | None = None, ranks: int = 2, backend: str = "flashinfer", **more) -> EngineSpec:
+    """Room for 576 slots on the ranks together and for four times as many in host memory."""
     spec = dcp(ranks, block, backend, page=64 // ranks, max_total_tokens=576 // ranks, chunked=512 // ranks)
     extra = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0} | more.pop("extra", {})
     if store is not None:
         # Ask for every page, and wait until it is there.
-        where = store if isinstance(store, dict) else {"file_storage_path": str(store)}
-        extra |= {"hicache_storage_backend": "mooncake" if isinstance(store, dict) else "file"}
-        extra |= {"hicache_storage_backend_extra_config": json.dumps(where | {"prefetch_threshold": 1})}
+        where = json.dumps({"file_storage_path": str(store), "prefetch_threshold": 1})
+        extra |= {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": where}
         extra |= {"hicache_storage_prefetch_policy": "wait_complete"}
     return replace(spec, extra=spec.extra | extra, **more)
 

@@ -264,7 +264,7 @@ SCENARIOS = [
     # Requests go to two groups of two ranks in turn; in the last round one group idles.
     Scenario(
         "dp-attention",
-        dcp(2, 16, "flashinfer", tp=4, extra={"attn_dp_size": 2}, cold=True),
+        dcp(2, 16, "flashinfer", tp=4, extra={"attn_dp_size": 2}),
         GROUPS,
         lambda r: [a.cached > 0 for a in r.answers[1]] == [True, True],
     ),

@@ -4,6 +4,7 @@ Tokens and logprobs are compared, and then the rows decide: the probe fills ever
 rank's rows must equal those of an engine without DCP, with NaN in every row that the rank does not own.
 """
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,15 +68,15 @@ def cuts(known: list[int], decode: EngineSpec, prefill: EngineSpec) -> Round:
     return Round([known[:n] + prompts([5], n)[0] for n in at] + whole, 3, "cuts")
 
 
-def decode_hits(rounds: list[Round], answers: list[list[Answer]], page: int) -> list[list[int]]:
+def decode_hits(rounds: list[Round], answers: list[list[Answer]], page: int, forgets: bool = True) -> list[list[int]]:
     """Tokens that each request finds cached at decode: whole virtual pages of an earlier round's requests.
 
-    Decode's pool must hold them all, or its host memory what the pool evicts.
+    Decode's pool must hold them all, or its host memory what the pool evicts. forgets: where a round says flush.
     """
     known: list[list[int]] = []
     hits = []
     for one, replies in zip(rounds, answers, strict=True):
-        if one.flush:
+        if one.flush and forgets:
             known = []
         hits.append([max((common(p, k) for k in known), default=0) // page * page for p in one.prompts])
         sequences = [p + reply.tokens[:-1] for p, reply in zip(one.prompts, replies, strict=True)]
@@ -139,16 +140,16 @@ def records_of(role: str, result: PdResult, rounds: list[Round]) -> list[Request
     return [r for r in load_requests(result.audit[role]) if any(asked(r.tokens, *ask) for ask in asks)]
 
 
-def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round], single) -> None:
-    """In the case's first ``rounds``."""
+def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round], single) -> list[list[int]]:
+    """In the case's first ``rounds``. Returns what decode had cached of each prompt, in tokens."""
     layout = case.decode.layout
     ours = (case.prefill.block, case.decode.block) != (1, 1)  # SGLang's own send writes no line per chunk
     copies = case.decode.tp // case.decode.dcp
     expected, reference = single(rounds, case.decode.page)
     hits = [[0] * len(one.prompts) for one in rounds]
     if keeps_radix_cache(case.decode):
-        hits = decode_hits(rounds, expected.answers, layout.virtual_page_size(case.decode.page))
-        assert any(map(any, hits))
+        forgets = "hicache_storage_backend" not in case.decode.extra
+        hits = decode_hits(rounds, expected.answers, layout.virtual_page_size(case.decode.page), forgets)
     for number, one in enumerate(rounds):
         answers = result.answers[number]
         assert not [a for a in answers if isinstance(a, str)], answers
@@ -164,6 +165,7 @@ def assert_pair_equals_single(case: PdCase, result: PdResult, rounds: list[Round
     if layout.dcp_size > 1:
         wrong = layout.plain if layout.is_rotated else DcpLayout(layout.dcp_size, 3 * layout.block_size)
         assert not audit_requests(wrong, records, reference).ok, "the audit accepts a wrong layout"
+    return hits
 
 
 def assert_pool_is_clean(layout: DcpLayout, result: PdResult, number: int, reference: Reference) -> None:
@@ -253,7 +255,8 @@ def test_pair_answers_like_one_engine(name, pair, single):
         assert not audit_requests(DcpLayout(decode.dcp, 16), records, reference).ok
         assert not any(result.chunks), "rank to rank goes through SGLang's page copy"
         return
-    assert_pair_equals_single(case, result, [one for one in case.rounds if one not in CONTROLS], single)
+    hits = assert_pair_equals_single(case, result, [one for one in case.rounds if one not in CONTROLS], single)
+    assert not keeps_radix_cache(decode) or (any(hits[1]) and any(hits[-1]))
     assert "pack buffers allocated" not in result.log("prefill") or decode.block == 1
 
 
@@ -407,6 +410,12 @@ HOST_CASES = {
 }
 
 
+def tokens_from_host(result: PdResult, role: str, rounds: int) -> list[int]:
+    """That came back from host memory in each round."""
+    totals = [load_pools(result.audit[role], f"{n:02d}")[0].slots_from_host for n in range(rounds)]
+    return [later - before for before, later in pairwise([0, *totals])]
+
+
 @pytest.mark.parametrize("name", [n if "other" in n else pytest.param(n, marks=pytest.mark.slow) for n in HOST_CASES])
 def test_host_caches_of_both_servers(name, pair, single):
     """Prefixes that left the pools come back into other pages, are sent from there, and grow by what is sent."""
@@ -415,15 +424,14 @@ def test_host_caches_of_both_servers(name, pair, single):
     case = PdCase(*specs, HOST_ROUNDS, env=PATIENCE, transfer="nixl" if "nixl" in name else "mooncake")
     result = pair(case)
     right = HOST_ROUNDS[:-2]
-    assert_pair_equals_single(case, result, right, single)
+    hits = assert_pair_equals_single(case, result, right, single)
+    assert [hit for (hit,) in hits] == [0] * 8 + [128, 256, 384]
     _, reference = single(right, decode.page)
-    from_host = {}
+    from_host = {role: tokens_from_host(result, role, len(HOST_ROUNDS)) for role in ("prefill", "decode")}
     for role, spec in (("prefill", prefill), ("decode", decode)):
-        after = [load_pools(result.audit[role], f"{n:02d}") for n in range(len(HOST_ROUNDS))]
-        totals = [0, *(pools[0].slots_from_host for pools in after)]
-        from_host[role] = [later - before for before, later in pairwise(totals)]
         assert from_host[role][: len(right)] == FROM_HOST[role]
-        for pools in after[: len(right)]:
+        for number in range(len(right)):
+            pools = load_pools(result.audit[role], f"{number:02d}")
             assert (report := audit_pools(DcpLayout(spec.dcp, spec.block), pools, reference)).ok, report
     for role, number in (("decode", -2), ("prefill", -1)):
         assert from_host[role][number] >= 256, "pages that can change places"
@@ -431,6 +439,33 @@ def test_host_caches_of_both_servers(name, pair, single):
         records = records_of("decode", result, [HOST_ROUNDS[number]])
         report = audit_requests(DcpLayout(decode.dcp, decode.block), records, reference)
         assert report.mismatches, f"went unseen: {report}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_store_behind_one_server(role, pair, single, tmp_path):
+    """Both servers forget all, also in host memory; one of them has a store. Prefill sends what it finds there, or what
+    decode doesn't."""
+    rounds = [
+        Round([TREE], 2, "fill"),
+        *EVICT,
+        back_at(TREE, 300, flush=True),
+        Round([TREE], 4, "whole", flush=True),
+        back_at(OTHERS[0], 389, PAGES_ASTRAY[role], flush=True),
+    ]
+    where = json.dumps({"file_storage_path": str(tmp_path), "prefetch_threshold": 1})
+    store = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": where}
+    store |= {"hicache_storage_prefetch_policy": "wait_complete"}
+    specs = {"prefill": HOST_PREFILL, "decode": HOST_DECODE}
+    specs[role] = with_host_cache(specs[role], 768, **store)
+    case = PdCase(**specs, rounds=rounds, env=PATIENCE)
+    result = pair(case)
+    hits = assert_pair_equals_single(case, result, rounds[:-1], single)
+    assert [hit for (hit,) in hits] == [0, 0, 0] + ([256, 384] if role == "decode" else [0, 0])
+    assert tokens_from_host(result, role, len(rounds)) == [0, 0, 0, 256, 384, 384]
+    _, reference = single(rounds[:-1], case.decode.page)
+    report = audit_requests(DcpLayout(2, 64), records_of("decode", result, rounds[-1:]), reference)
+    assert report.mismatches, f"went unseen: {report}"
 
 
 def test_a_prefill_server_without_the_plugin_is_refused(pair):

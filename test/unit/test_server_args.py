@@ -158,13 +158,9 @@ ASKED: dict[str, tuple[dict, str]] = {
         "--hicache-io-backend kernel_ascend and --hicache-mem-layout page_first",
     ),
     "hicache-storage": (HICACHE | dict(hicache_storage_backend="nixl"), "nixl: use file"),
-    "hicache-pd-dp-attention": (
+    "hicache-dp-attention": (
         HICACHE | dict(disaggregation_mode="decode", attn_dp_size=2, dcp_size=4, attention_backend="flashinfer"),
         "DP attention on a PD decode server",
-    ),
-    "hicache-pd-storage": (
-        HICACHE | dict(disaggregation_mode="prefill", hicache_storage_backend="file"),
-        "on a PD prefill server: drop --hicache-storage-backend",
     ),
     "lmcache": (dict(enable_lmcache=True), "--enable-lmcache"),
     "flexkv": (dict(enable_flexkv=True), "--enable-flexkv"),
@@ -263,6 +259,8 @@ def test_a_supported_launch_is_not_refused(on_cuda):
         groups = dict(attention_backend=backend, attn_dp_size=2, dcp_size=4)
         assert server_args.refusals_for(launch(**groups)) == []
         assert server_args.refusals_for(launch(**groups, **HICACHE)) == []
+        (message,) = server_args.refusals_for(launch(**groups, **HICACHE, hicache_storage_backend="file"))
+        assert "DP attention with --hicache-storage-backend: drop" in message
     for architecture in server_args.TESTED_GQA_ARCHITECTURES:
         for kv_heads, ranks in ((1, 8), (2, 4), (4, 2)):
             gqa = GQA | dict(architectures=[architecture], kv_heads=kv_heads)
@@ -271,6 +269,7 @@ def test_a_supported_launch_is_not_refused(on_cuda):
         pd = dict(disaggregation_mode="decode", disaggregation_transfer_backend=transfer)
         assert server_args.refusals_for(launch(**pd)) == []
         assert server_args.refusals_for(launch(**pd, **HICACHE)) == []
+        assert server_args.refusals_for(launch(**pd, **HICACHE, hicache_storage_backend="file")) == []
         pd["disaggregation_decode_retraction_backup"] = "none"
         assert server_args.refusals_for(launch(rotate=True, **pd)) == []
         assert server_args.refusals_for(launch(rotate=True, **pd | {"disaggregation_mode": "prefill"})) == []
