@@ -526,7 +526,7 @@ def check_gqa_pool(pool: Any, model_dtype: Any) -> None:
     if pool.dtype != model_dtype:
         raise HookError(
             f"sglang-dcp-block: {server_args.FLAG} is not tested with a {pool.dtype} KV cache of a grouped-query model "
-            f"in {model_dtype}: use --kv-cache-dtype auto."
+            f"in {model_dtype}: give the KV cache the model's own dtype with --kv-cache-dtype."
         )
 
 

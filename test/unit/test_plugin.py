@@ -64,7 +64,7 @@ def test_grouped_query_models_get_no_hook_of_mla():
         (dict(kind="PageMajorMHATokenToKVPool"), "not tested with a PageMajorMHATokenToKVPool"),
         (
             dict(dtype="float16"),
-            "torch.float16 KV cache of a grouped-query model in torch.bfloat16: use --kv-cache-dtype",
+            "torch.float16 KV cache of a grouped-query model in torch.bfloat16: give the KV cache",
         ),
     ],
 )
