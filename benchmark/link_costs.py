@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.disaggregation.placement import page_order, whole_pages
 from sglang_dcp_block.disaggregation.plan import Segments, Side, plan_pair
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,9 +78,18 @@ def _shares(way: Way, ranks: int, start: int, length: int, fresh: bool) -> tuple
     # Falling ids: no two pages adjoin, as in a pool long in use, so no two runs merge.
     rising = np.arange((start + length) // way.page_size + 1)
     pages = rising if fresh else rising[::-1]
-    source = rising if way.packed else pages
+    source = rising if way.packed else _placed(way, ranks, start, length) if fresh else pages
     found = [segments_of(way, way.page_size, ranks, rank, start, length, source, pages) for rank in range(ranks)]
     return tuple(Share(s.total_rows, s.n_rows.size, descriptors_of(s) if s.n_rows.size else 0) for s in found)
+
+
+def _placed(way: Way, ranks: int, start: int, length: int) -> np.ndarray:
+    """Prefill's pages from adjoining free ones, in the order of decode's ranks where that joins blocks."""
+    layout, begun = DcpLayout(ranks, way.block_size), -(-start // way.page_size)
+    if not whole_pages(layout, way.page_size):
+        return np.arange((start + length) // way.page_size + 1)
+    order = page_order(layout, way.page_size, np.array([start]), np.array([start + length]))
+    return np.r_[np.arange(begun), begun + order]
 
 
 def shares(way: Way, ranks: int, start: int, length: int, fresh: bool = False) -> tuple[Share, ...]:
@@ -185,14 +195,15 @@ def cpu_points(file: Path = RESULTS / "transfer_cpu.json") -> list[Point]:
 
 
 def h200_points(file: Path = RESULTS / "h200x2_pd.json") -> list[Point]:
-    """The two-GPU run: medians per prompt, both decode ranks. transfer_s holds no packing there."""
+    """A two-GPU run: medians per prompt, both decode ranks. transfer_s holds no packing there."""
     points = []
     for pair, found in json.loads(file.read_text())["found"]["pairs"].items():
         costs = found["costs"]
         for prompt in sorted({c["prompt"] for c in costs}):
             mine = [c for c in costs if c["prompt"] == prompt]
             s, b, t = (statistics.median(c[k] for c in mine) for k in ("segments", "kv_bytes", "transfer_s"))
-            points.append(Point("packed" if pair == "stock" else "block 64", s, b, t, 0.0, f"{prompt} tokens"))
+            name = "packed" if pair == "stock" else pair.replace("block", "block ")
+            points.append(Point(name, s, b, t, 0.0, f"{prompt} tokens"))
     return points
 
 
@@ -250,6 +261,12 @@ def validate() -> dict[str, Any]:
     report["h200"] = {"fitted_on": ends, "per_segment": cost[0], "per_byte": cost[1]}
     report["h200"]["predicted"] = {
         f"{p.group}, {p.label}": predict(cost, p) / p.seconds for p in h200 if p.label not in ends
+    }
+    # A later run with the costs that links() takes from the first: packed again, and blocks of 256, new to the fit.
+    cost = fit(p for p in h200 if p.label in H200_FITTED)
+    report["h200, later run"] = {"fitted_on": ("the earlier run",), "per_segment": cost[0], "per_byte": cost[1]}
+    report["h200, later run"]["predicted"] = {
+        f"{p.group}, {p.label}": predict(cost, p) / p.seconds for p in h200_points(RESULTS / "h200x2_blocks256_pd.json")
     }
     return report
 
