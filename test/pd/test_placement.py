@@ -91,9 +91,10 @@ def test_only_pages_of_one_rank_are_ordered():
     assert not placement.whole_pages(DcpLayout(2), 64) and not placement.whole_pages(NO_DCP, 1)
 
 
-def test_requests_get_the_pages_they_would_get():
+@pytest.mark.parametrize("layout", [DcpLayout(2, 32), DcpLayout(2, 32).rotated(32)])
+def test_requests_get_the_pages_they_would_get(layout):
     """600 steps of a small pool, beside one where nobody registered: full, worn, in batches, prefixes inside a page."""
-    placed, plain, layout = Pool(48, 16), Pool(48, 16), DcpLayout(2, 32)
+    placed, plain = Pool(48, 16), Pool(48, 16)
     rng, refused, moved, ran = np.random.default_rng(7), 0, 0, call_counts[HOOK]
     for step in range(600):
         if len(placed.slots) > 2 and rng.random() < 0.4:

@@ -21,7 +21,10 @@ _expected: DcpLayout | None = None
 
 
 def expect(peer: PeerDcpSize) -> None:
-    """Place the pages of later requests for the layout of ``peer``, the decode server that registered last."""
+    """Place the pages of later requests for the layout of ``peer``, the decode server that registered last.
+
+    Where its pages are rotated, as if it took pages 0, 1, 2, ... for each request: its ids aren't known yet.
+    """
     global _expected
     _expected = peer.geometry and peer.geometry.layout
 
