@@ -504,19 +504,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "hicache-dp-attention",
-        "HiCache with DP attention, on a PD server or with a store",
+        "HiCache with DP attention on a PD server",
         lambda launch: (
             launch.cfg.enable_hierarchical_cache
+            and launch.transfer_backend is not None
             and (launch.cfg.attn_dp_size or 1) > 1
-            and (launch.transfer_backend is not None or launch.cfg.hicache_storage_backend is not None)
         ),
-        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention {{where}}: "
+        f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention on a PD {{mode}} server: "
         "drop --enable-hierarchical-cache.",
-        lambda launch: {
-            "where": "with --hicache-storage-backend"
-            if launch.transfer_backend is None
-            else f"on a PD {launch.cfg.disaggregation_mode} server"
-        },
+        lambda launch: {"mode": launch.cfg.disaggregation_mode},
     ),
     _flag("lmcache", "enable_lmcache", "LMCache"),
     _flag("flexkv", "enable_flexkv", "FlexKV"),

@@ -183,23 +183,38 @@ def side_by_side(rounds: list[Round]) -> list[Round]:
 GROUPS = side_by_side([FILL, *EVICT, *back_at(64, 129, 300), WHOLE, WHOLE])
 
 
-def groups(**more) -> EngineSpec:
-    return server(16, tp=4, extra={"attn_dp_size": 2}, **more)
+def groups(store: Path | None = None, **more) -> EngineSpec:
+    return server(16, store, tp=4, extra={"attn_dp_size": 2}, **more)
 
 
-def test_two_groups_under_dp_attention(expected, run_engine) -> None:
-    """Four ranks in two groups, each with requests, a pool and a host memory of its own."""
-    alone, rows = expected(ROUNDS)
+def answers_of(alone: CaseResult, rounds: list[Round]) -> CaseResult:
+    """What one engine without DCP answers to these prompts; ``alone``: to all of ROUNDS."""
     known = {tuple(one.prompts[0]): answers[0] for one, answers in zip(ROUNDS, alone.answers, strict=True)}
 
     def cut(answer: Answer, n: int) -> Answer:
         return replace(answer, tokens=answer.tokens[:n], logprobs=answer.logprobs[:n])
 
-    wanted = [[cut(known[tuple(p)], one.new_tokens) for p in one.prompts] for one in GROUPS]
+    return replace(alone, answers=[[cut(known[tuple(p)], one.new_tokens) for p in one.prompts] for one in rounds])
+
+
+def test_two_groups_under_dp_attention(expected, run_engine) -> None:
+    """Four ranks in two groups, each with requests, a pool and a host memory of its own."""
+    alone, rows = expected(ROUNDS)
     result = run_engine(groups(), GROUPS)
-    check(result, DcpLayout(2, 16), replace(alone, answers=wanted), rows)
+    check(result, DcpLayout(2, 16), answers_of(alone, GROUPS), rows)
     # One group takes each step right after the other did.
     assert came_from(result, "host") == [[0, 0]] * 3 + [[64, 0], [64, 64], [128, 64], [128, 128], [0, 128]]
+
+
+@pytest.mark.slow
+def test_two_groups_share_a_store(expected, run_engine, tmp_path) -> None:
+    """Both groups of a restarted server find what was stored under keys that name no group."""
+    run_engine(groups(tmp_path), GROUPS[:3])
+    rounds = [Round([BASE, back_at(129)[0].prompts[0]], 3, "both")]
+    result = run_engine(groups(tmp_path), rounds)
+    assert came_from(result, "storage") == [[384, 128]]
+    alone, rows = expected(ROUNDS)
+    check(result, DcpLayout(2, 16), answers_of(alone, rounds), rows)
 
 
 @pytest.mark.slow
