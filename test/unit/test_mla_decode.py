@@ -192,3 +192,52 @@ def test_only_decode_steps_are_planned(monkeypatch) -> None:
     assert backend.dcp_block_plan.joins[:, 1].tolist() == [1, 1] and int(backend.dcp_block_plan.total) == 2
     build()
     assert backend.dcp_block_plan is None, "the plan of another step was kept"
+
+
+# -- extend ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_fp8_prefix_is_widened_before_an_extend() -> None:
+    """The control is SGLang's kernel over the FP8 rows themselves, which rounds queries and weights to FP8."""
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    heads, prefix, new, lora, rope = 2, 20, 3, 256, 32
+    gen = torch.Generator().manual_seed(0)
+    rows = torch.randn(prefix + new, 1, lora + rope, generator=gen)
+    fp8 = rows.to(torch.float8_e4m3fn)
+    q = torch.randn(new, heads, lora + rope, generator=gen)
+    k, k_rope = rows[prefix:, :, :lora].contiguous(), rows[prefix:, :, lora:].contiguous()
+    layer = SimpleNamespace(
+        tp_k_head_num=1, tp_q_head_num=heads, v_head_dim=lora, qk_head_dim=lora + rope, scaling=SCALE
+    )
+    metadata = SimpleNamespace(
+        custom_mask=None,
+        kv_indptr=torch.zeros(2, dtype=torch.int32),
+        qo_indptr=torch.tensor([0, new]),
+        max_extend_len=new,
+    )
+    batch = SimpleNamespace(
+        extend_prefix_lens=torch.tensor([prefix]),
+        attn_dcp_metadata=SimpleNamespace(dcp_extend_prefix_lens_sum=prefix, dcp_kv_buffer=fp8),
+    )
+
+    def extend(fwd) -> torch.Tensor:
+        backend = SimpleNamespace(
+            use_mla=True, token_to_kv_pool=None, forward_metadata=metadata, extend_attention_fwd=fwd
+        )
+        arguments = q[..., :lora].contiguous(), k, k, layer, batch
+        with mock.patch.object(triton_mla, "_write_kv", lambda *args: None):
+            out = triton_mla.forward_extend(None, backend, *arguments, q_rope=q[..., lora:].contiguous(), k_rope=k_rope)
+        return out.view(new, heads, lora).double()
+
+    def over_fp8(*args, **kwargs) -> None:
+        arguments = list(args)
+        arguments[4:6] = fp8[:prefix], fp8[:prefix, :, :lora]
+        extend_attention_fwd(*arguments, **kwargs)
+
+    held = torch.cat([fp8[:prefix, 0].double(), rows[prefix:, 0].double()])
+    scores = torch.einsum("mhd,nd->hmn", q.double(), held) * SCALE
+    scores = scores.masked_fill(torch.ones(new, prefix + new).triu(prefix + 1).bool(), -math.inf)
+    want = torch.einsum("hmn,nd->mhd", scores.softmax(-1), held[:, :lora])
+    torch.testing.assert_close(extend(extend_attention_fwd), want, rtol=1e-5, atol=1e-5)
+    assert (extend(over_fp8) - want).abs().max() > 1e-2
