@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dcp_block.dcp import gather, kernels
-from sglang_dcp_block.dcp.layout import DcpLayout
+from sglang_dcp_block.dcp.layout import DcpLayout, RotatedLayout
 from sglang_dcp_block.mem_cache.host_rows import rows_of_run
 from sglang_dcp_block.mem_cache.kv_write import write_mla_kv
 from sglang_dcp_block.runtime import active_layout, active_rank
@@ -103,7 +103,7 @@ def prepare_extend_metadata(
     if metadata is None:
         return None
     layout, rank = active_layout(), active_rank()
-    rotated = layout if layout.is_rotated else None
+    rotated = layout if isinstance(layout, RotatedLayout) else None
     if rotated:
         layout, rank = layout.plain, 0  # who holds the most
     local_lens = layout.local_len(extend_prefix_lens, rank)

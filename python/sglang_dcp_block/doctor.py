@@ -50,6 +50,7 @@ MOONCAKE_CUDA = {
 }
 #: The NIXL that this project's extra ``nixl`` installs.
 NIXL_VERSION = "1.5.1"
+IMPORT_TIMEOUT_S = 120
 PEER_TIMEOUT_S = 5.0
 
 
@@ -235,15 +236,18 @@ def check_mooncake(installed: Mapping[str, str], cuda: str | None, gpus: int) ->
     return [Check("mooncake", "ok", f"{name} {version} fits.")]
 
 
+def _run_python(python: str, code: str, environ: Mapping[str, str] | None) -> subprocess.CompletedProcess[str]:
+    """One that hangs has failed, with a word on it in stderr."""
+    command, environ = [python, "-c", code], environ and dict(environ)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer in {IMPORT_TIMEOUT_S} seconds")
+
+
 def check_mooncake_import(python: str = sys.executable, environ: Mapping[str, str] | None = None) -> Check:
     """Import Mooncake's engine in a process of its own, since a bad build may end it."""
-    run = subprocess.run(
-        [python, "-c", "import mooncake.engine"],
-        capture_output=True,
-        text=True,
-        env=environ and dict(environ),
-        timeout=120,
-    )
+    run = _run_python(python, "import mooncake.engine", environ)
     if run.returncode == 0:
         return Check("mooncake import", "ok", "mooncake.engine can be imported.")
     return Check("mooncake import", "fail", explain_import_error(run.stderr or f"exit status {run.returncode}"))
@@ -299,9 +303,7 @@ def check_nixl_import(python: str = sys.executable, environ: Mapping[str, str] |
     """Start an agent without a backend in a process of its own; it must find UCX, the plugin that is tested."""
     agent = "nixl_agent('doctor', nixl_agent_config(backends=[]))"
     code = f"from nixl._api import nixl_agent, nixl_agent_config; print({agent}.get_plugin_list())"
-    run = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, env=environ and dict(environ), timeout=120
-    )
+    run = _run_python(python, code, environ)
     if run.returncode != 0:
         last = (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1].rstrip(".")
         return Check("nixl import", "fail", f"NIXL can't be started ({last}): reinstall nixl=={NIXL_VERSION}.")

@@ -385,7 +385,7 @@ def setup_of(record: Any) -> Setup:
 
 def layout_record(layout: DcpLayout, page_size: int) -> dict[str, Any]:
     """What peers compare and people read: /server_info's ``dcp_layout``."""
-    rule = (layout.dcp_size, layout.block_size, page_size, layout.virtual_page_size(page_size))
+    rule: tuple[object, ...] = (layout.dcp_size, layout.block_size, page_size, layout.virtual_page_size(page_size))
     name = "token_round_robin" if layout.block_size == 1 else "block_round_robin"
     if layout.is_rotated:
         rule, name = (*rule, "rotated"), f"rotated_{name}"
@@ -467,8 +467,8 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, record: Any, *
         check_kv_dtype(setup.layout, pool.dtype)
         if setup.gqa:
             check_gqa_pool(pool, scheduler.model_config.dtype)
-        elif pool.dtype.itemsize == 1:
-            check_kv_scales(setup.layout, scheduler.tp_worker.model_runner.model)
+        if setup.gqa or pool.dtype.itemsize == 1:
+            check_kv_scales(setup.layout, scheduler.tp_worker.model_runner.model, setup.is_mla)
         take_any_page_size(allocator)
         metrics.start_for_scheduler(scheduler)
         described = layout_record(setup.layout, scheduler.page_size)
@@ -530,8 +530,11 @@ def check_gqa_pool(pool: Any, model_dtype: Any) -> None:
         )
 
 
-def check_kv_scales(layout: DcpLayout, model: Any) -> None:
-    """Rows are stored and read as the model computed them: SGLang's write of MLA rows under DCP takes no scale.
+def check_kv_scales(layout: DcpLayout, model: Any, is_mla: bool) -> None:
+    """Rows are stored and read as the model computed them: the writes under DCP take no scale.
+
+    With grouped queries SGLang's Triton kernels multiply by a layer's scales whatever the pool's dtype; 16-bit MLA rows
+    are read without.
 
     Args:
         model: a torch.nn.Module. SGLang's FP8 checkpoints leave ``k_scale_float`` and ``v_scale_float`` on its layers.
@@ -540,11 +543,12 @@ def check_kv_scales(layout: DcpLayout, model: Any) -> None:
         HookError: a scale of the checkpoint is not 1.
     """
     for name, layer in model.named_modules():
-        scales = {getattr(layer, side, None) for side in ("k_scale_float", "v_scale_float")} - {None, 1.0}
+        scales: set[Any] = {getattr(layer, side, None) for side in ("k_scale_float", "v_scale_float")} - {None, 1.0}
         if layout.block_size > 1 and scales:
+            remedy = "--kv-cache-dtype bfloat16" if is_mla else "a checkpoint without KV scales"
             raise HookError(
                 f"sglang-dcp-block: the checkpoint scales its FP8 KV by {max(scales):g} in {name}, which "
-                f"{server_args.FLAG} {layout.block_size} is not tested with: use --kv-cache-dtype bfloat16."
+                f"{server_args.FLAG} {layout.block_size} is not tested with: use {remedy}."
             )
 
 

@@ -98,16 +98,18 @@ def attach(server_args: Any, block_size: Any, rotate: bool = False) -> Any:
     """Put the flags on a ``ServerArgs`` record (a block size of 1 leaves it untouched) and return the record.
 
     Raises:
-        DcpBlockError: the block size is not one, or rotation is asked for without blocks.
+        DcpBlockError: a value is not of its kind, or rotation is asked for without blocks.
     """
     block_size = parse_block_size(block_size)
+    if not isinstance(rotate, bool):
+        raise DcpBlockError(f"{ROTATE_FLAG} must be true or false, got {rotate!r}.")
     if rotate and block_size == 1:
         raise DcpBlockError(
             f"{ROTATE_FLAG} needs blocks, because token round-robin gives no rank more than one row of a request more "
             f"than another: add {FLAG}, or drop {ROTATE_FLAG}."
         )
     if block_size > 1:
-        setattr(server_args, _ATTRIBUTE, DcpBlockConfig(block_size, bool(rotate)))
+        setattr(server_args, _ATTRIBUTE, DcpBlockConfig(block_size, rotate))
     return server_args
 
 
@@ -377,6 +379,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "grouped-query models with DP attention",
         lambda launch: not _is_mla(launch) and (launch.cfg.attn_dp_size or 1) > 1,
         f"{FLAG} {{B}} is not tested with {{arch}} and DP attention: use --attn-dp-size 1.",
+        lambda launch: {"arch": _architecture(launch)},
+    ),
+    Refusal(
+        "gqa-hicache",
+        "grouped-query models with HiCache",
+        lambda launch: not _is_mla(launch) and bool(launch.cfg.enable_hierarchical_cache),
+        f"{FLAG} {{B}} is not tested with {{arch}} and --enable-hierarchical-cache: drop --enable-hierarchical-cache.",
         lambda launch: {"arch": _architecture(launch)},
     ),
     Refusal(

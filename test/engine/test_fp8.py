@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_hicache import BASE, EVICT, back_at, came_from, server
 from test_matrix import FEW_SPLITS, PREFIXES, check, prompt
 
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -187,27 +186,6 @@ def test_a_wrong_scale_and_a_wrong_place_show(fault: str, run_engine, reference)
     assert report.mismatches > report.compared // 2 and "differs by" in str(report), str(report)
     seen = [differences(*pair, LOGPROBS) for pair in zip(result.answers, expected.answers, strict=True)]
     assert all(seen) or fault == "swapped-rows"
-
-
-@pytest.mark.slow
-def test_evicted_prefixes_come_back_from_host_memory_and_from_a_store(run_engine, reference, tmp_path) -> None:
-    """The engine without DCP has room for all of them: its hits are those of the host cache.
-
-    One prompt at a time: beside a prompt with a cached prefix SGLang reads another one's new tokens as FP8, too.
-    """
-    from sglang.srt.mem_cache.cpp_utils import native_hash
-
-    native_hash._load_native_hash_module()  # as in test_hicache.py
-    spec = server(16, tmp_path, extra=FP8)
-    rounds = [Round([BASE], 2, "fill"), *EVICT, *back_at(64, 129, 256, 385)]
-    stock = EngineSpec(tp=2, backend="flashinfer", page=64, chunked=spec.chunked, extra=FP8)
-    expected, rows = reference(rounds, stock)
-    result = run_engine(spec, rounds)
-    assert [a for (a,) in came_from(result, "host")[3:] if a]
-    check_fp8(result, spec.layout, expected, rows)
-    again = run_engine(spec, rounds[4:5])
-    assert came_from(again, "storage") == [[128]]
-    check_fp8(again, spec.layout, replace(expected, answers=expected.answers[4:5]), rows)
 
 
 # -- a checkpoint that names FP8 for its KV ----------------------------------------------------------------------------

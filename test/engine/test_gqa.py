@@ -107,6 +107,8 @@ def check_rows(result: CaseResult, spec: EngineSpec, expected: CaseResult) -> No
     for group in groups(spec):
         rows = Reference(load_requests(expected.audit), group.columns)
         requests = load_requests(result.audit, group.ranks)
+        finished = sum(r.finished and r.dcp_rank == 0 for r in requests)
+        assert finished >= sum(map(len, result.answers)), "a request left no record"
         assert (report := audit_requests(layout, requests, rows)).ok, (group, str(report))
         assert not audit_requests(wrong, requests, rows).ok, "the audit accepts a wrong layout"
         for number in range(len(result.answers)):

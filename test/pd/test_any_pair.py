@@ -336,6 +336,7 @@ PAIRS = {
     "two copies to 4, rotated, other pages": (Server(2, 1, 1, 64), Server(4, 4, 16, 16, rotate=True)),
     "2 to 4, rotated": (Server(2, 2, 64, 64), Server(4, 4, 16, 64, rotate=True)),
     "4 to 2, both rotated": (Server(4, 4, 16, 16, rotate=True), Server(2, 2, 64, 64, rotate=True)),
+    "4 to 2, prefill rotated": (Server(4, 4, 16, 16, rotate=True), Server(2, 2, 64, 64)),
     "one layout, both rotated": (Server(4, 4, 16, 16, rotate=True),) * 2,
     "one layout, decode rotated": (Server(2, 2, 64, 64), Server(2, 2, 64, 64, rotate=True)),
     "4 to 1, rotated": (Server(4, 4, 16, 64, rotate=True), Server(1, 1, 1, 64)),

@@ -202,9 +202,9 @@ CASES = {
         replace(PREFILL, chunked=128),
         replace(DECODE, tp=4, dcp=4, block=16),
     ),
-    "dcp 2, block 16, rotated, decode keeps a radix cache": (
+    "dcp 2, block 16 in pages of 32, rotated, decode keeps a radix cache": (
         replace(PREFILL, chunked=128),
-        replace(DECODE, block=16, page=16, rotate=True, extra=RADIX | NO_BACKUP),
+        replace(DECODE, block=16, page=32, rotate=True, extra=RADIX | NO_BACKUP),
     ),
     "same layout on both sides": (replace(DECODE, chunked=128), DECODE),
     BETWEEN_DCP: (replace(FAST, block=16, chunked=128), replace(FAST, tp=4, dcp=4, max_total_tokens=1024)),

@@ -419,6 +419,16 @@ MISFITS = [
         frame=lambda f: f.replace(b'"page_size": 16', b'"page_size": "16"'),
     ),
     Misfit(
+        "rotated in the version that knows no rotation",
+        "unreadable sglang-dcp-block frame",
+        frame=lambda f: f.replace(b'"block_size"', b'"rotate": true, "block_size"'),
+    ),
+    Misfit(
+        "rotated in words",
+        "unreadable sglang-dcp-block frame",
+        frame=lambda f: f.replace(b" 2 {", b' 3 {"rotate": "false", '),
+    ),
+    Misfit(
         "liar",
         "registered DCP size 2 but its frame says 4",
         frame=lambda f: f.replace(b'"dcp_size": 2', b'"dcp_size": 4'),
@@ -736,7 +746,12 @@ def test_another_version_is_refused(bootstrap):
     good = wire.capability(DcpLayout(2, 16), 64)
     assert wire.capability_refusal(200, good, address, decode) is None
     assert wire.served_geometry(200, good, "bfloat16") == wire.KvGeometry(2, 16, 64, "bfloat16")
-    for nonsense in ({"dcp_size": None}, {"block_size": 0}, {"page_size": "?"}):
+    rotate = [
+        {"rotate": True},
+        {"frame_version": 3, "rotate": 1},
+        {"frame_version": 3, "rotate": True, "block_size": 1},
+    ]
+    for nonsense in ({"dcp_size": None}, {"block_size": 0}, {"page_size": "?"}, *rotate):
         assert "sent an unreadable layout" in wire.capability_refusal(200, good | nonsense, address, decode)
 
 

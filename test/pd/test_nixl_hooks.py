@@ -116,6 +116,7 @@ PAIRS = {
     "two groups to one": (Server(4, 2, 16, 64), Server(2, 2, 64, 64)),
     "round-robin to blocks": (Server(2, 2, 1, 1), Server(2, 2, 16, 16)),
     "1 to 4, rotated": (Server(1, 1, 1, 64), Server(4, 4, 16, 16, rotate=True)),
+    "4 to 2, both rotated": (Server(4, 4, 16, 16, rotate=True), Server(2, 2, 64, 64, rotate=True)),
     "groups of DP attention": (Server(2, 2, 16, 64, dp=2), Server(2, 2, 64, 64, dp=2)),
 }
 

@@ -14,7 +14,6 @@ from test_mooncake_hooks import Request, peers_of, run_request, succeeded
 from sglang_dcp_block.dcp.layout import DcpLayout
 from sglang_dcp_block.disaggregation import placement
 from sglang_dcp_block.disaggregation.common import PeerDcpSize, described_peer
-from sglang_dcp_block.disaggregation.plan import Side, plan_pair
 from sglang_dcp_block.disaggregation.wire import KvGeometry, encode
 from sglang_dcp_block.hooks import call_counts
 
@@ -158,31 +157,3 @@ def test_the_peer_that_registered_last_is_expected():
     placement.expect(described_peer(2, 0, 2, None))  # SGLang's own decode server
     pool = Pool(20, 16)
     assert pool.extend({0: 200}) and pool.pages(0).tolist() == list(range(1, 14))
-
-
-def test_runs_form_again_in_pools_that_are_in_use():
-    """Prefill's pool drops one of its oldest prompts, decode's requests end in any order: SGLang sorts free pages."""
-    layout, page, rng = DcpLayout(2, 16), 16, np.random.default_rng(3)
-    ordered, plain, decode = Pool(300, page), Pool(300, page), Pool(150, layout.virtual_page_size(page))
-    counts = np.zeros(4, int)
-    for number in range(140):
-        length = int(min(1000, 1 + rng.lognormal(5, 1.0)))
-        while decode.allocator.available_size() < length + 1500:
-            decode.finish(int(rng.choice(list(decode.slots))))
-        while ordered.allocator.available_size() < length + 1000:
-            oldest = list(ordered.slots)[int(rng.integers(min(8, len(ordered.slots))))]
-            ordered.finish(oldest), plain.finish(oldest)
-        assert decode.extend({number: length}) and plain.extend({number: length})
-        placement._expected = layout
-        assert ordered.extend({number: length})
-        placement._expected = None
-        if number < 60:
-            continue
-        there = decode.pages(number)
-        receivers = [Side(layout, rank, page, there) for rank in (0, 1)]
-        senders = [Side(NO_DCP, 0, page, pool.pages(number)) for pool in (ordered, plain)]
-        ours, theirs = (sum(plan_pair(src, dst, 0, length).n_rows.size for dst in receivers) for src in senders)
-        counts += ours, theirs, layout.dcp_size * (1 + int((np.diff(there) != 1).sum())), -(-length // page)
-    in_order, by_position, packed, blocks = counts
-    assert by_position == blocks
-    assert packed <= in_order < 1.5 * packed and 2 * in_order < blocks, counts

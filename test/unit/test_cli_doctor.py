@@ -178,6 +178,15 @@ def test_cuda_12_wheel_for_real(rewired_mooncake):
     assert check.status == "fail" and "needs libcudart.so.12 of CUDA 12" in check.message
 
 
+def test_an_import_that_hangs_has_failed(monkeypatch, tmp_path):
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 100\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.1)
+    for check in (doctor.check_mooncake_import(str(hanging)), doctor.check_nixl_import(str(hanging))):
+        assert check.status == "fail" and "(no answer in 0.1 seconds)" in check.message
+
+
 def test_libraries():
     check = doctor.check_libraries({"libm.so.6": "libc6", "libnothing.so.9": "libnothing9", "libmore.so.1": "libmore1"})
     assert check.status == "fail" and "apt-get install libnothing9 libmore1" in check.message

@@ -139,11 +139,12 @@ def test_a_checkpoint_that_scales_its_kv_stops_the_process():
         method.process_weights_after_loading(layer)
         return torch.nn.ModuleDict({"attn_mqa": layer, "plain": RadixAttention(1, 8, 1.0, 1, 0)})
 
-    for scale in (-1.0, 1.0):
-        plugin.check_kv_scales(DcpLayout(8, 64), model(scale))
-    with pytest.raises(HookError, match=r"scales its FP8 KV by 0\.5 in attn_mqa.*use --kv-cache-dtype bfloat16\."):
-        plugin.check_kv_scales(DcpLayout(8, 64), model(0.5))
-    plugin.check_kv_scales(DcpLayout(8, 1), model(0.5))
+    for is_mla, remedy in ((True, "--kv-cache-dtype bfloat16"), (False, "a checkpoint without KV scales")):
+        for scale in (-1.0, 1.0):
+            plugin.check_kv_scales(DcpLayout(8, 64), model(scale), is_mla)
+        with pytest.raises(HookError, match=rf"scales its FP8 KV by 0\.5 in attn_mqa.*use {remedy}\."):
+            plugin.check_kv_scales(DcpLayout(8, 64), model(0.5), is_mla)
+        plugin.check_kv_scales(DcpLayout(8, 1), model(0.5), is_mla)
 
 
 def test_another_sglang_version_stops_the_process(monkeypatch):

@@ -61,6 +61,8 @@ def test_rotation_without_blocks_is_refused(prepare):
     for ask in (lambda: prepare(["--model-path", "none", "--dcp-rotate"]), lambda: build(dcp_rotate=True)):
         with pytest.raises(DcpBlockError, match="add --dcp-block-size, or drop --dcp-rotate"):
             ask()
+    with pytest.raises(DcpBlockError, match="--dcp-rotate must be true or false, got 'no'"):
+        build(dcp_block_size=64, dcp_rotate="no")
 
 
 def test_yaml_config(prepare, tmp_path):
@@ -132,6 +134,7 @@ ASKED: dict[str, tuple[dict, str]] = {
     "gqa-fp8": (dict(model=GQA, kv_cache_dtype="fp8_e4m3"), "fp8_e4m3 and grouped-query attention: use auto"),
     "gqa-pd": (dict(model=GQA, disaggregation_mode="prefill"), "LlamaForCausalLM on a PD prefill server"),
     "gqa-dp-attention": (dict(model=GQA, attn_dp_size=2, tp_size=16), "use --attn-dp-size 1"),
+    "gqa-hicache": (HICACHE | dict(model=GQA), "LlamaForCausalLM and --enable-hierarchical-cache"),
     "model-sparse": (dict(model=dict(index_topk=2048)), "index_topk"),
     "model-without-rope-part": (dict(model=dict(qk_rope_head_dim=0)), "qk_rope_head_dim 0"),
     "attention-backend": (dict(attention_backend="fa3"), "fa3"),

@@ -31,7 +31,8 @@ def set_kv_buffer(
     """Write the rows of the tokens whose slots this rank owns, for ``TritonAttnBackend._set_kv_buffer``.
 
     Args:
-        k: (n, H, D) and v: (n, H, Dv) in the pool's dtype, so that scales have nothing to do (plugin.check_gqa_pool).
+        k: (n, H, D) and v: (n, H, Dv) in the pool's dtype (plugin.check_gqa_pool), of a model whose KV scales are 1
+            (plugin.check_kv_scales).
     """
     pool, loc = backend.token_to_kv_pool, forward_batch.out_cache_loc
     for buffer, rows in ((pool.get_key_buffer(layer.layer_id), k), (pool.get_value_buffer(layer.layer_id), v)):

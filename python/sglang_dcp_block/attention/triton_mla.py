@@ -15,6 +15,7 @@ import torch
 from sglang_dcp_block.attention.mla_decode import mla_decode, plan_pieces, plan_size, worker_count
 from sglang_dcp_block.attention.partials import partial_dtype
 from sglang_dcp_block.dcp import kernels
+from sglang_dcp_block.dcp.layout import RotatedLayout
 from sglang_dcp_block.runtime import active_layout, active_rank
 
 
@@ -39,7 +40,7 @@ def shard_kv_indices(
     """
     layout, rank = active_layout(), active_rank()
     n = len(req_pool_indices)
-    if layout.is_rotated:
+    if isinstance(layout, RotatedLayout):
         if kv_start_idx is not None:
             raise NotImplementedError("a window of a request has no shard under --dcp-rotate: drop --dcp-rotate")
         local_lens = kernels.rotated_local_lens(backend.req_to_token, req_pool_indices, lens, layout, rank)

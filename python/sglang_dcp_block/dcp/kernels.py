@@ -340,8 +340,7 @@ def rotated_local_lens(
     _check_vectors(n, req_pool_indices=req_pool_indices, lens=lens)
     out = torch.empty_like(lens)
     if n:
-        tile = min(_TILE, triton.next_power_of_2(n))
-        _rotated_lens_kernel[(triton.cdiv(n, tile),)](
+        _rotated_lens_kernel[(triton.cdiv(n, _TILE),)](
             req_to_token,
             req_to_token.stride(0),
             req_pool_indices,
@@ -352,7 +351,7 @@ def rotated_local_lens(
             P=layout.dcp_size,
             B=layout.block_size,
             V=layout.page_slots,
-            TILE=tile,
+            TILE=_TILE,
         )
     return out
 

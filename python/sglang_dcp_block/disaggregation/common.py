@@ -162,9 +162,9 @@ def refusals_of(manager: Any) -> dict[str, str]:
 
 
 def failure_exception(original: Callable[..., None], receiver: Any) -> None:
-    """Ends a request with the refusal of its prefill server, whichever rank saw it first.
+    """Ends a request with the refusal of its prefill server, if this rank was refused when it asked last.
 
-    Each rank asks at most once a second by its own clock, and one rank's refusal fails the request on all. After
+    Each rank asks at most once a second by its own clock, and one rank's refusal fails later requests on all. After
     fifteen refusals SGLang also aborts the request, which would put its own reason in place of ours.
     """
     refusal = refusals_of(receiver.kv_mgr).get(receiver.bootstrap_addr)

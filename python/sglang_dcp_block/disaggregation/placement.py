@@ -26,7 +26,7 @@ def expect(peer: PeerDcpSize) -> None:
     Where its pages are rotated, as if it took pages 0, 1, 2, ... for each request: its ids aren't known yet.
     """
     global _expected
-    _expected = peer.geometry and peer.geometry.layout
+    _expected = None if peer.geometry is None else peer.geometry.layout
 
 
 def whole_pages(layout: DcpLayout, page_size: int) -> bool:

@@ -44,6 +44,10 @@ class KvGeometry:
     kv_dtype: str
     rotate: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rotate, bool) or (self.rotate and self.block_size == 1):
+            raise ValueError(f"bad layout: {self}")
+
     @property
     def layout(self) -> DcpLayout:
         layout = DcpLayout(self.dcp_size, self.block_size)
@@ -83,6 +87,8 @@ def decode(frame: bytes) -> KvGeometry:
             )
         geometry = KvGeometry(**json.loads(body))
         _ = geometry.layout.virtual_page_size(geometry.page_size)
+        if geometry.frame_version > int(version):
+            raise ValueError(f"needs version {geometry.frame_version}")
         return geometry
     except WireError:
         raise
@@ -197,11 +203,11 @@ def served_geometry(status: int, answer: object, kv_dtype: str) -> KvGeometry | 
         return None
     try:
         dcp_size, block_size, page_size = (int(answer[size]) for size in ("dcp_size", "block_size", "page_size"))
-        geometry = KvGeometry(dcp_size, block_size, page_size, kv_dtype, answer.get("rotate") is True)
+        geometry = KvGeometry(dcp_size, block_size, page_size, kv_dtype, answer.get("rotate", False))
         _ = geometry.layout.virtual_page_size(geometry.page_size)
     except (KeyError, TypeError, ValueError):
         return None
-    return geometry
+    return geometry if geometry.frame_version <= answer["frame_version"] else None
 
 
 def transfer_backend_refusal(answer: object, address: str, transfer_backend: str) -> str | None:

@@ -105,7 +105,7 @@ def _unrotated_writes() -> None:
     """New rows go to the rank that owns them without rotation; reads are rotated."""
     from sglang_dcp_block.mem_cache import kv_write
 
-    kv_write.rotation_constants = lambda _layout: {}
+    kv_write.rotation_constants = lambda layout: {}
 
 
 def _float16_partials() -> None:
