@@ -265,6 +265,10 @@ def _window(launch: Launch) -> int | None:
     return launch.model.sliding_window_size or launch.model.attention_chunk_size
 
 
+def _has_dp_attention(launch: Launch) -> bool:
+    return (launch.cfg.attn_dp_size or 1) > 1
+
+
 def _architecture(launch: Launch) -> str:
     return (launch.model.hf_config.architectures or ["unknown"])[0]
 
@@ -377,7 +381,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "gqa-dp-attention",
         "grouped-query models with DP attention",
-        lambda launch: not _is_mla(launch) and (launch.cfg.attn_dp_size or 1) > 1,
+        lambda launch: not _is_mla(launch) and _has_dp_attention(launch),
         f"{FLAG} {{B}} is not tested with {{arch}} and DP attention: use --attn-dp-size 1.",
         lambda launch: {"arch": _architecture(launch)},
     ),
@@ -428,6 +432,22 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda launch: launch.cfg.kv_cache_dtype not in TESTED_KV_DTYPES,
         f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}}: use auto, bfloat16 or fp8_e4m3.",
         lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
+    ),
+    Refusal(
+        "fp8-pairs",
+        "FP8 KV cache with DP attention, or with HiCache on a PD server",
+        lambda launch: (
+            launch.cfg.kv_cache_dtype.startswith("fp8")
+            and (
+                _has_dp_attention(launch)
+                or (launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None)
+            )
+        ),
+        f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}} and {{other}}: use --kv-cache-dtype bfloat16.",
+        lambda launch: {
+            "dtype": launch.cfg.kv_cache_dtype,
+            "other": "DP attention" if _has_dp_attention(launch) else "HiCache on a PD server",
+        },
     ),
     Refusal(
         "dcp-beyond-dp-attention",
@@ -515,9 +535,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "hicache-dp-attention",
         "HiCache with DP attention on a PD server",
         lambda launch: (
-            launch.cfg.enable_hierarchical_cache
-            and launch.transfer_backend is not None
-            and (launch.cfg.attn_dp_size or 1) > 1
+            launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None and _has_dp_attention(launch)
         ),
         f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention on a PD {{mode}} server: "
         "drop --enable-hierarchical-cache.",
@@ -582,7 +600,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _rotation(
         "dp-attention",
         "DP attention",
-        lambda launch: (launch.cfg.attn_dp_size or 1) > 1,
+        _has_dp_attention,
         "is not tested with DP attention",
         "use --attn-dp-size 1",
     ),

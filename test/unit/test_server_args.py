@@ -141,6 +141,10 @@ ASKED: dict[str, tuple[dict, str]] = {
     "mixed-attention-backends": (dict(decode_attention_backend="flashinfer"), "flashinfer, triton"),
     "comm-backend": (dict(dcp_comm_backend="fi_a2a"), "fi_a2a"),
     "kv-cache-dtype": (dict(kv_cache_dtype="fp8_e5m2"), "fp8_e5m2: use auto, bfloat16 or fp8_e4m3"),
+    "fp8-pairs": (
+        dict(kv_cache_dtype="fp8_e4m3", attn_dp_size=2, dcp_size=4),
+        "fp8_e4m3 and DP attention: use --kv-cache-dtype bfloat16",
+    ),
     "dcp-beyond-dp-attention": (dict(attn_dp_size=2), "lower --dcp-size or --attn-dp-size"),
     "context-parallel": (dict(attn_cp_size=2), "use --attn-cp-size 1"),
     "data-parallel": (dict(dp_size=2), "--dp-size 2"),
@@ -318,6 +322,13 @@ def test_refusal(id, on_cuda, monkeypatch):
     assert named in message
     assert message.endswith((".", ").")) and ". " not in message, "one sentence"
     assert server_args.refusals_for(launch(block_size=1, **changes)) == [], "B = 1 is SGLang's own business"
+
+
+def test_fp8_kv_with_a_host_cache_is_refused_on_pd_servers_only(on_cuda):
+    asked = HICACHE | dict(kv_cache_dtype="fp8_e4m3", disaggregation_mode="prefill")
+    assert any("fp8_e4m3 and HiCache on a PD server" in m for m in server_args.refusals_for(launch(**asked)))
+    for tested in (asked | dict(disaggregation_mode="null"), asked | dict(kv_cache_dtype="auto")):
+        assert server_args.refusals_for(launch(**tested)) == []
 
 
 REAL = """
