@@ -63,14 +63,20 @@ def done_when_asked_again(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_done
 
 
-def astray(load: Callable[..., None], where: Callable[[], bool] = lambda: True) -> Callable[..., None]:
-    """``load`` with a fault, while ``where()`` is true: the pages of one load change places."""
+def send_astray(while_true: Callable[[], bool] = lambda: True) -> None:
+    """A fault: the pages of one load change places. Call before SGLang's loads are replaced by :func:`deferred`."""
+    global deferred
+    right = deferred
 
-    @functools.wraps(load)
-    def changed(pool: Any, device_pool: Any, host_indices: torch.Tensor, *rest: Any, **more: Any) -> None:
-        load(pool, device_pool, host_indices.roll(pool.logical_page_size) if where() else host_indices, *rest, **more)
+    def astray(load: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(load)
+        def changed(pool: Any, device_pool: Any, host_indices: torch.Tensor, *rest: Any, **more: Any) -> None:
+            indices = host_indices.roll(pool.logical_page_size) if while_true() else host_indices
+            load(pool, device_pool, indices, *rest, **more)
 
-    return changed
+        return right(changed)
+
+    deferred = astray
 
 
 def _whole_pages(indices: torch.Tensor, page_size: int) -> torch.Tensor:

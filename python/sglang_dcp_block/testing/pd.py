@@ -282,10 +282,7 @@ def _break_loads(folder: Path, role: str) -> None:
     """In rounds that say so, the pages of one load from host memory change places. Call before children are forked."""
     from sglang_dcp_block.testing import host_copies
 
-    deferred = host_copies.deferred
-    host_copies.deferred = lambda load: deferred(
-        host_copies.astray(load, lambda: (folder / "fault").read_text() == PAGES_ASTRAY[role])
-    )
+    host_copies.send_astray(lambda: (folder / "fault").read_text() == PAGES_ASTRAY[role])
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------

@@ -97,8 +97,7 @@ def _pages_astray() -> None:
     """The pages that one load brings back from host memory change places. On the CPU test bed."""
     from sglang_dcp_block.testing import host_copies
 
-    deferred = host_copies.deferred
-    host_copies.deferred = lambda load: deferred(host_copies.astray(load))
+    host_copies.send_astray()
 
 
 def _unrotated_writes() -> None:
