@@ -232,6 +232,13 @@ def _flag(id: str, name: str, feature: str) -> Refusal:
     )
 
 
+def _gqa(
+    id: str, feature: str, applies: Callable[[Launch], bool], message: str, values: Callable[[Launch], dict[str, Any]]
+) -> Refusal:
+    """Something that can't be right, or is not tested, with grouped-query attention."""
+    return Refusal(f"gqa-{id}", feature, lambda launch: not _is_mla(launch) and applies(launch), message, values)
+
+
 def _rotation(id: str, feature: str, applies: Callable[[Launch], bool], cause: str, todo: str) -> Refusal:
     """Something that can't be right, or is not tested, where pages begin at other ranks."""
     message = f"{ROTATE_FLAG} {cause}: {todo}, or drop {ROTATE_FLAG}."
@@ -336,17 +343,17 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{', '.join((*TESTED_ARCHITECTURES, *TESTED_GQA_ARCHITECTURES))}): drop {FLAG}.",
         lambda launch: {"arch": _architecture(launch)},
     ),
-    Refusal(
-        "gqa-attention-backend",
+    _gqa(
+        "attention-backend",
         "grouped-query models on another attention backend than triton",
-        lambda launch: not _is_mla(launch) and launch.backends != {"triton"},
+        lambda launch: launch.backends != {"triton"},
         f"{FLAG} {{B}} runs {{arch}} on the Triton backend only: use --attention-backend triton.",
         lambda launch: {"arch": _architecture(launch)},
     ),
-    Refusal(
-        "gqa-kv-heads",
+    _gqa(
+        "kv-heads",
         "grouped-query models whose DCP ranks would hold different KV heads",
-        lambda launch: not _is_mla(launch) and launch.cfg.tp_size % (_kv_heads(launch) * launch.cfg.dcp_size) != 0,
+        lambda launch: launch.cfg.tp_size % (_kv_heads(launch) * launch.cfg.dcp_size) != 0,
         "--dcp-size {P} with {heads} KV heads needs a --tp-size that is a multiple of {least}, so that the ranks of a "
         "DCP group hold the same KV heads, and --tp-size {tp} is none: raise --tp-size or lower --dcp-size.",
         lambda launch: {
@@ -355,40 +362,40 @@ REFUSALS: tuple[Refusal, ...] = (
             "tp": launch.cfg.tp_size,
         },
     ),
-    Refusal(
-        "gqa-sliding-window",
+    _gqa(
+        "sliding-window",
         "grouped-query models with a sliding window or chunked attention",
-        lambda launch: not _is_mla(launch) and bool(_window(launch)),
+        lambda launch: bool(_window(launch)),
         f"{FLAG} {{B}} is not tested with a grouped-query model that attends to a window of {{window}} tokens: "
         f"drop {FLAG}.",
         lambda launch: {"window": _window(launch)},
     ),
-    Refusal(
-        "gqa-fp8",
+    _gqa(
+        "fp8",
         "FP8 KV cache of grouped-query models",
-        lambda launch: not _is_mla(launch) and launch.cfg.kv_cache_dtype.startswith("fp8"),
+        lambda launch: launch.cfg.kv_cache_dtype.startswith("fp8"),
         f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}} and grouped-query attention: use auto.",
         lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
     ),
-    Refusal(
-        "gqa-pd",
+    _gqa(
+        "pd",
         "grouped-query models on a PD prefill or decode server",
-        lambda launch: not _is_mla(launch) and launch.transfer_backend is not None,
+        lambda launch: launch.transfer_backend is not None,
         f"{FLAG} {{B}} is not tested with {{arch}} on a PD {{mode}} server, which cuts KV between two layouts only for "
         f"multi-head latent attention (MLA): drop {FLAG}.",
         lambda launch: {"arch": _architecture(launch), "mode": launch.cfg.disaggregation_mode},
     ),
-    Refusal(
-        "gqa-dp-attention",
+    _gqa(
+        "dp-attention",
         "grouped-query models with DP attention",
-        lambda launch: not _is_mla(launch) and _has_dp_attention(launch),
+        _has_dp_attention,
         f"{FLAG} {{B}} is not tested with {{arch}} and DP attention: use --attn-dp-size 1.",
         lambda launch: {"arch": _architecture(launch)},
     ),
-    Refusal(
-        "gqa-hicache",
+    _gqa(
+        "hicache",
         "grouped-query models with HiCache",
-        lambda launch: not _is_mla(launch) and bool(launch.cfg.enable_hierarchical_cache),
+        lambda launch: bool(launch.cfg.enable_hierarchical_cache),
         f"{FLAG} {{B}} is not tested with {{arch}} and --enable-hierarchical-cache: drop --enable-hierarchical-cache.",
         lambda launch: {"arch": _architecture(launch)},
     ),
