@@ -42,7 +42,7 @@ def machine_code(pages: bool) -> dict[str, int]:
         constexprs=constants,
         attrs={(i,): aligned[i] for i, name in enumerate(names) if name not in constants},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -69,8 +69,9 @@ def test_machine_code_keeps_the_tensor_cores_busy(pages: bool) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    # For each tile 36 of 16 columns of the queries, and 4 of 16 rows of the weights: in the loop and once outside.
-    assert found["products"] == 2 * (36 + 4)
+    # For each tile 36 of 16 columns of the queries, and for each half of the output 4 of 16 rows of the weights. The
+    # left half's role has them in its loop and once outside, the right half's in its loop only.
+    assert found["products"] == 2 * (36 + 4) + 4
     assert (found["tile copies"] > 0, found["row copies"] > 0) == (pages, not pages)
     # ptxas gives up overlap when anything touches an accumulator in flight, and only a message says so.
     assert found["serialized"] == 0
