@@ -24,8 +24,8 @@ class Inputs:
         gen = torch.Generator().manual_seed(seed)
         self.lens, n = lens, len(lens)
         self.workers, self.slots = workers, n * splits
-        self.kv = torch.randn(400, 1, DIM + ROPE, generator=gen)
-        self.rows = torch.randperm(399, generator=gen)[: sum(lens)] + 1
+        self.kv = torch.randn(2400, 1, DIM + ROPE, generator=gen)
+        self.rows = torch.randperm(2399, generator=gen)[: sum(lens)] + 1
         self.kv[0] = math.nan  # what an index outside the runs would read
         self.indptr = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
         self.q = torch.randn(n, heads, DIM + ROPE, generator=gen) * 2
@@ -54,7 +54,7 @@ class Inputs:
 @pytest.mark.parametrize("heads", [4, 24, 40])
 @pytest.mark.parametrize(
     "lens",
-    [[1], [150], [0], [31, 32, 33], [0, 1, 64, 0, 65], [200, 1, 1, 1], [5, 0, 90]],
+    [[1], [150], [0], [31, 32, 33], [0, 1, 64, 0, 65], [200, 1, 1, 1], [5, 0, 90], [1500, 0, 3, 700]],
     ids=lambda lens: "-".join(map(str, lens)),
 )
 def test_equals_float64(lens: list[int], heads: int) -> None:
@@ -89,7 +89,9 @@ def test_a_row_read_from_elsewhere_is_noticed() -> None:
 @pytest.mark.parametrize("workers", [1, 3, 132])
 @pytest.mark.parametrize("splits", [1, 300])
 def test_any_number_of_pieces_gives_the_same(workers: int, splits: int) -> None:
-    inputs = Inputs([230, 3, 0, 100], 16, workers=workers, splits=splits)
+    inputs = Inputs([1800, 3, 0, 500], 16, workers=workers, splits=splits)
+    many = int(plan_pieces(inputs.indptr, workers, inputs.slots).counts[0]) > 8
+    assert many == (workers == 132 and splits == 300)
     inputs.run()
     out, lse = inputs.expected()
     torch.testing.assert_close(inputs.out.double(), out, rtol=1e-5, atol=1e-5)
@@ -97,11 +99,11 @@ def test_any_number_of_pieces_gives_the_same(workers: int, splits: int) -> None:
 
 
 def test_a_piece_left_out_is_noticed() -> None:
-    inputs = Inputs([230, 100], 16, workers=8)
+    inputs = Inputs([1300, 900], 16, workers=8)
     out, _ = inputs.expected()
     plan = plan_pieces(inputs.indptr, inputs.workers, inputs.slots)
-    assert plan.joins[0, 1] > 1
-    plan.total[0] -= 1
+    assert plan.joins[0, 2] > 1
+    plan.counts[0] -= 1
     with mock.patch(f"{__name__}.plan_pieces", return_value=plan):
         inputs.run()
     assert not (inputs.out.double() - out).abs().max() < 1e-3
@@ -125,16 +127,19 @@ def pieces(lens: list[int], workers: int, slots: int = 1 << 20) -> list[tuple[in
     """(request, low, high, slot) of every piece of a plan, checked to cover each row once."""
     starts = [0, *itertools.accumulate(lens)]
     plan = plan_pieces(torch.tensor(starts, dtype=torch.int32), workers, slots)
-    found = [tuple(piece) for piece in plan.work[: int(plan.total)].tolist()]
+    count, joined = plan.counts.tolist()
+    found = [tuple(piece) for piece in plan.work[:count].tolist()]
+    joins = {request: (slot, pieces) for request, slot, pieces, _ in plan.joins[:joined].tolist()}
     assert [row for _, low, high, _ in found for row in range(low, high)] == list(range(sum(lens)))
     used = []
     for i, (start, length) in enumerate(zip(starts, lens, strict=False)):
         mine = [piece for piece in found if piece[0] == i]
-        slot, count = plan.joins[i].tolist()
+        slot, count = joins.pop(i, (0, 1))
         assert count == len(mine) and (count == 0) == (length == 0)
         assert all((low - start) % PIECE_ROWS == 0 for _, low, _, _ in mine)
         assert [p[3] for p in mine] == ([-1] if count == 1 else list(range(slot, slot + count)))
         used += [p[3] for p in mine if p[3] >= 0]
+    assert not joins
     assert len(used) == len(set(used)) and all(slot < plan.slots for slot in used)
     return found
 
@@ -146,6 +151,41 @@ def pieces(lens: list[int], workers: int, slots: int = 1 << 20) -> list[tuple[in
 def test_pieces_cover_every_row_once(lens: list[int], workers: int) -> None:
     for slots in (1, 7, 1 << 20):
         pieces(lens, workers, slots)
+
+
+@pytest.mark.parametrize(
+    "requests, rows, workers, cut",
+    [
+        (64, 256, 132, False),  # 4 tiles each: two programs for one would save less than the join costs
+        (8, 128, 66, False),
+        (64, 512, 132, False),
+        (64, 2048, 132, True),
+        (8, 1024, 66, True),
+        (1, 1024, 66, True),
+    ],
+)
+def test_a_request_is_cut_where_it_pays(requests: int, rows: int, workers: int, cut: bool) -> None:
+    """The first three are where an H200 took longer with the cut, or as long; the last three the controls."""
+    assert (len(pieces([rows] * requests, workers)) > requests) == cut
+
+
+@pytest.mark.parametrize("workers", [3, 66])
+@pytest.mark.parametrize("lens", [[64] * 9, [6400, 64, 700], [2000] * 5, [40000] + [100] * 30], ids=str)
+def test_no_way_to_cut_is_cheaper(lens: list[int], workers: int) -> None:
+    """The plan against every size that its largest piece could have, by the costs that mla_decode.py states."""
+
+    def cost(size: int) -> float:
+        each = [-(-length // PIECE_ROWS // size) for length in lens]
+        parts = sum(count for count in each if count > 1)
+        work = -(-sum(each) // workers) * (size + 1.5)
+        return work + (2.5 + 2.75 * parts / workers if parts else 0)
+
+    most = max(-(-length // PIECE_ROWS) for length in lens)
+    allowed = [n for n in range(1, most + 1) if sum(-(-length // PIECE_ROWS // n) for length in lens) <= 4 * workers]
+    best = min(cost(size) for size in [*allowed, most])
+    found = max(-(-(high - low) // PIECE_ROWS) for _, low, high, _ in pieces(lens, workers))
+    # It tries 32 ways.
+    assert best <= cost(found) <= 1.1 * best
 
 
 @pytest.mark.parametrize(
@@ -189,6 +229,6 @@ def test_only_decode_steps_are_planned(monkeypatch) -> None:
     assert backend.dcp_block_plan is None
     triton_mla.plan_decode(lambda *args: sized.append(args), backend, "splits", local, "uneven")
     assert sized == [(backend, "splits", local, "uneven")]
-    assert backend.dcp_block_plan.joins[:, 1].tolist() == [1, 1] and int(backend.dcp_block_plan.total) == 2
+    assert backend.dcp_block_plan.counts.tolist() == [2, 0]
     build()
     assert backend.dcp_block_plan is None, "the plan of another step was kept"

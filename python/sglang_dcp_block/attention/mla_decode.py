@@ -31,8 +31,13 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 PIECE_ROWS = mla_decode_hopper.ROWS
 #: Rounds of pieces per program that a plan may have.
 _ROUNDS: tl.constexpr = tl.constexpr(4)
-#: What a piece costs beside its rows, in tiles of PIECE_ROWS rows: queries are loaded, results stored.
+#: What the planner counts beside the rows, in tiles of PIECE_ROWS rows; measured on an H200. For each piece: queries
+#: are loaded, results stored.
 _PIECE_COST: tl.constexpr = tl.constexpr(1.5)
+#: If any request is cut: the pieces' results are joined, ...
+_JOIN_COST: tl.constexpr = tl.constexpr(2.5)
+#: ... and for each of these pieces that a program has: its result is written in float32 and read again.
+_PART_COST: tl.constexpr = tl.constexpr(2.75)
 
 
 class _Shape(NamedTuple):
@@ -64,8 +69,11 @@ def _piece_tiles(tiles, workers, slots):
     cuts = tl.maximum((wanted * most.to(tl.float32) / total.to(tl.float32) + 0.001).to(tl.int32), 1)
     cuts = tl.where(way == 31, 1, cuts)
     size = tl.maximum(tl.cdiv(most, cuts), 1)
-    pieces = tl.sum(tl.cdiv(tiles[None, :], size[:, None]), 1)
+    each = tl.cdiv(tiles[None, :], size[:, None])
+    pieces = tl.sum(each, 1)
+    parts = tl.sum(tl.where(each > 1, each, 0), 1)
     cost = tl.cdiv(pieces, workers).to(tl.float32) * (size.to(tl.float32) + _PIECE_COST)
+    cost += tl.where(parts > 0, _JOIN_COST + _PART_COST * parts.to(tl.float32) / workers, 0.0)
     cost = tl.where((pieces <= slots) | (cuts == 1), cost, float("inf"))
     return tl.max(tl.where(cost == tl.min(cost, 0), size, 0), 0)
 
@@ -73,7 +81,7 @@ def _piece_tiles(tiles, workers, slots):
 @triton.jit
 def _plan_kernel(
     kv_indptr,
-    count,
+    counts,
     joins,
     work,
     requests,
@@ -93,9 +101,13 @@ def _plan_kernel(
     first = tl.cumsum(pieces, 0) - pieces
     parts = tl.where(pieces > 1, pieces, 0)
     slot = tl.cumsum(parts, 0) - parts
-    tl.store(count, tl.sum(pieces, 0))
-    tl.store(joins + 2 * i, slot, mask=inside)
-    tl.store(joins + 2 * i + 1, pieces, mask=inside)
+    joined = inside & (pieces != 1)
+    tl.store(counts, tl.sum(pieces, 0))
+    tl.store(counts + 1, tl.sum(joined.to(tl.int32), 0))
+    join = joins + 4 * (tl.cumsum(joined.to(tl.int32), 0) - 1)
+    tl.store(join, i, mask=joined)
+    tl.store(join + 1, slot, mask=joined)
+    tl.store(join + 2, pieces, mask=joined)
     for start in range(0, tl.max(pieces, 0), PIECES):
         piece = (start + tl.arange(0, PIECES))[None, :]
         real = piece < pieces[:, None]
@@ -114,7 +126,7 @@ def _attend_kernel(
     kv,
     kv_indices,
     work,
-    count,
+    counts,
     partial_out,
     partial_lse,
     out,
@@ -140,7 +152,7 @@ def _attend_kernel(
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     real = head < heads
     d, r = tl.arange(0, DIM), tl.arange(0, ROPE)
-    items = tl.load(count)
+    items = tl.load(counts)
     for item in range(tl.program_id(1), items, tl.num_programs(1)):
         request = tl.load(work + 4 * item)
         low = tl.load(work + 4 * item + 1)
@@ -189,6 +201,7 @@ def _join_kernel(
     partial_lse,
     out,
     lse,
+    counts,
     joins,
     heads,
     stride_on,
@@ -198,10 +211,11 @@ def _join_kernel(
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    request = tl.program_id(0)
-    slot = tl.load(joins + 2 * request)
-    pieces = tl.load(joins + 2 * request + 1)
-    if pieces != 1:
+    # The entry is read before it is known to exist: one round trip to memory less.
+    request = tl.load(joins + 4 * tl.program_id(0))
+    slot = tl.load(joins + 4 * tl.program_id(0) + 1)
+    pieces = tl.load(joins + 4 * tl.program_id(0) + 2)
+    if tl.program_id(0) < tl.load(counts + 1):
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         real = head < heads
         d = tl.program_id(2) * DIM + tl.arange(0, DIM)
@@ -241,11 +255,11 @@ def _shape(heads: int) -> _Shape:
     return next(shape for limit, shape in _SHAPES if heads <= limit)
 
 
-def _join_shape(requests: int, heads: int, dim: int) -> tuple[int, int]:
-    """Heads of one program of the join, and programs that share the ``dim`` columns of these heads."""
-    # Few requests may have many pieces each: then programs share the columns and take more pieces at a time.
-    shares = max(1, min(8, dim // 16, triton.next_power_of_2(512 // (requests * heads) or 1)))
-    return 4 if requests * heads > 1024 else 1, shares
+def _join_shape(requests: int, workers: int) -> tuple[int, int, int]:
+    """Heads of one program of the join, programs that share these heads' columns, and pieces taken at a time."""
+    # As many pieces as a request has where all are alike, so that its loads don't wait for each other.
+    pieces = min(32, max(4, triton.next_power_of_2(workers // requests + 1) // 2))
+    return max(1, 16 // pieces), max(1, pieces // 16), pieces
 
 
 def worker_count(device: torch.device, heads: int, kv_dtype: torch.dtype) -> int:
@@ -261,12 +275,13 @@ def worker_count(device: torch.device, heads: int, kv_dtype: torch.dtype) -> int
 class Plan(NamedTuple):
     """Pieces of one batch, on the device.
 
-    total: (1,) int32, pieces. joins: (n, 2) int32: first slot of the scratch and number of pieces of a request. work:
+    counts: (2,) int32: pieces; requests of no piece or of several. joins: (n, 4) int32: each of those requests, its
+    first slot of the scratch, its number of pieces, and a column that is unset (``work`` begins at 16 bytes). work:
     (most, 4) int32: request, first and end index into ``kv_indices``, slot (-1: the only piece of its request). slots:
     pieces that the scratch must have room for. workers: programs that share the pieces.
     """
 
-    total: torch.Tensor
+    counts: torch.Tensor
     joins: torch.Tensor
     work: torch.Tensor
     slots: int
@@ -275,7 +290,7 @@ class Plan(NamedTuple):
 
 def plan_size(requests: int, workers: int) -> int:
     """int32 elements of the buffer that :func:`plan_pieces` needs for at most so many requests."""
-    return 4 + 2 * requests + 4 * max(requests, _ROUNDS.value * workers)
+    return 4 + 4 * requests + 4 * max(requests, _ROUNDS.value * workers)
 
 
 def plan_pieces(kv_indptr: torch.Tensor, workers: int, slots: int, buffer: torch.Tensor | None = None) -> Plan:
@@ -292,12 +307,12 @@ def plan_pieces(kv_indptr: torch.Tensor, workers: int, slots: int, buffer: torch
     most = max(n, slots)
     if buffer is None:
         buffer = torch.empty(plan_size(n, workers), dtype=torch.int32, device=kv_indptr.device)
-    count, joins = buffer[:1], buffer[4 : 4 + 2 * n].view(n, 2)
-    work = buffer[4 + 2 * n : 4 + 2 * n + 4 * most].view(most, 4)
+    counts, joins = buffer[:2], buffer[4 : 4 + 4 * n].view(n, 4)
+    work = buffer[4 + 4 * n : 4 + 4 * n + 4 * most].view(most, 4)
     requests = triton.next_power_of_2(n)
     _plan_kernel[(1,)](
         kv_indptr,
-        count,
+        counts,
         joins,
         work,
         n,
@@ -308,7 +323,7 @@ def plan_pieces(kv_indptr: torch.Tensor, workers: int, slots: int, buffer: torch
         PIECES=max(1, min(128, 2048 // requests)),
         num_warps=4,
     )
-    return Plan(count, joins, work, slots, workers)
+    return Plan(counts, joins, work, slots, workers)
 
 
 def mla_decode(
@@ -351,17 +366,12 @@ def mla_decode(
                 f"{name} must be contiguous with at least {plan.slots * heads * width} elements, "
                 f"got shape {tuple(scratch.shape)}, stride {scratch.stride()}"
             )
-    tensors = (q_nope, q_rope, kv_indices, plan.work, plan.total, partial_out, partial_lse, out, lse)
-    strides = (
-        *q_nope.stride()[:2],
-        *q_rope.stride()[:2],
-        kv.stride(0),
-        *out.stride()[:2],
-        lse.stride(0),
-    )
+    tensors = (q_nope, q_rope, kv_indices, plan.work, plan.counts)
+    results = (partial_out, partial_lse, out, lse)
+    strides = (*q_nope.stride()[:2], *q_rope.stride()[:2], kv.stride(0), *out.stride()[:2], lse.stride(0))
     rope = q_rope.shape[-1]
     if mla_decode_hopper.takes(kv.device, kv.dtype) and (dim, rope, q_nope.dtype) == (512, 64, kv.dtype):
-        mla_decode_hopper.attend(kv, *tensors, scale * _LOG2E, strides, plan.workers, run)
+        mla_decode_hopper.attend(kv, *tensors, *results, scale * _LOG2E, strides, plan.workers, run)
     else:
         shape = _shape(heads)
         _attend_kernel[(triton.cdiv(heads, shape.heads), plan.workers)](
@@ -369,6 +379,7 @@ def mla_decode(
             q_rope,
             kv,
             *tensors[2:],
+            *results,
             scale * _LOG2E,
             heads,
             *strides,
@@ -380,17 +391,15 @@ def mla_decode(
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-    join_heads, shares = _join_shape(n, heads, dim)
+    join_heads, shares, pieces = _join_shape(n, plan.workers)
     _join_kernel[(n, triton.cdiv(heads, join_heads), shares)](
-        partial_out,
-        partial_lse,
-        out,
-        lse,
+        *results,
+        plan.counts,
         plan.joins,
         heads,
         *strides[5:],
         DIM=dim // shares,
         HEADS=join_heads,
-        PIECES=16 * shares // join_heads,
+        PIECES=pieces,
         num_warps=4,
     )
