@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import triton
 
-from sglang_dcp_block.attention import partials, triton_mla
+from sglang_dcp_block import dcp_hooks
+from sglang_dcp_block.attention import partials, triton_gqa, triton_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -110,13 +111,28 @@ def as_bytes_if_fp8(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
+def page_size_of(layout: DcpLayout) -> int:
+    """Rows of a page on one rank: small ones where Triton is interpreted, under rotation as the layout says."""
+    if layout.is_rotated:
+        return layout.page_rows
+    return 64 if DEVICE.type == "cuda" else 4
+
+
 def make_batch(
-    layout: DcpLayout, lens: Sequence[int], *, page_size: int = 64, dtype: torch.dtype = WORK, seed: int = 0
+    layout: DcpLayout,
+    lens: Sequence[int],
+    *,
+    page_size: int = 64,
+    dtype: torch.dtype = WORK,
+    seed: int = 0,
+    kv: Sequence[torch.Tensor] | None = None,
 ) -> Batch:
-    """Requests of random KV, written into the ranks' pools by the write kernel, in one call per rank."""
+    """Requests of random KV, or of the ``kv`` given, written into the ranks' pools by the write kernel, in one call
+    per rank."""
     lens = list(lens)
     table, rows = random_table(layout, lens, page_size, seed)
-    kv = [random_kv(n, seed * 1000 + i).to(dtype) for i, n in enumerate(lens)]
+    kv = kv or [random_kv(n, seed * 1000 + i) for i, n in enumerate(lens)]
+    kv = [x.to(dtype) for x in kv]
     slots = torch.cat([table[i, :n] for i, n in enumerate(lens)])
     flat = torch.cat(kv)
     pools = []
@@ -149,12 +165,145 @@ def make_batch(
 @contextmanager
 def as_rank(layout: DcpLayout, rank: int, how: str = "a2a"):
     """Hooked code below believes it is ``rank`` of a group with ``layout`` that merges by ``how``."""
-    with (
-        mock.patch.object(partials, "comm_backend", lambda: how),
-        mock.patch.object(triton_mla, "active_layout", lambda: layout),
-        mock.patch.object(triton_mla, "active_rank", lambda: rank),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(partials, "comm_backend", lambda: how))
+        for module in (dcp_hooks, triton_gqa, triton_mla):
+            stack.enter_context(mock.patch.object(module, "active_layout", lambda: layout))
+            stack.enter_context(mock.patch.object(module, "active_rank", lambda: rank))
         yield
+
+
+@contextmanager
+def syncs_are_errors():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _NotSentYet(Exception):
+    pass
+
+
+class Exchange:
+    """A GroupCoordinator of ranks that run one after another, as far as SGLang's attention uses one; a CUDA graph may
+    hold all of them.
+
+    A rank that needs what another has yet to send is left there and later run again from its beginning. So a rank's
+    work must give the same when it is repeated.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.world_size, self.rank_in_group = size, 0
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}
+        self._calls = 0
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """[work(rank) for every rank]."""
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            before = len(self._sent), len(results)
+            for rank in [r for r in range(self.world_size) if r not in results]:
+                self.rank_in_group, self._calls = rank, 0
+                with suppress(_NotSentYet):
+                    results[rank] = work(rank)
+            assert (len(self._sent), len(results)) != before, "the ranks don't make the same collective calls"
+        return [results[rank] for rank in range(self.world_size)]
+
+    def sent(self, call: int) -> list[torch.Tensor]:
+        """What each rank gave to the collective call of this number."""
+        return [self._sent[call, rank] for rank in range(self.world_size)]
+
+    @property
+    def calls(self) -> int:
+        return len(self._sent) // self.world_size
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        call = self._calls
+        self._calls += 1
+        self._sent.setdefault((call, self.rank_in_group), x.clone())
+        if any((call, rank) not in self._sent for rank in range(self.world_size)):
+            raise _NotSentYet
+        return self.sent(call)
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self._exchange(x), dim)
+
+    def all_gather_into_tensor(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        output.copy_(torch.cat(self._exchange(x)))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def reduce_scatter_along_dim(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return self.all_reduce(x).chunk(self.world_size, dim)[self.rank_in_group]
+
+    def all_to_all_single(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        parts = self._exchange(x)
+        output.copy_(torch.cat([part.view(self.world_size, -1)[self.rank_in_group] for part in parts]))
+
+
+def sglang_pool(rows: int, dtype: torch.dtype) -> Any:
+    """SGLang's own pool of one MLA layer, of so many rows in all."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(rows - 1, 1, dtype, LORA, ROPE, 1, DEVICE.type, False)
+
+
+def write_through_pool(
+    pool: Any, loc: torch.Tensor, kv: torch.Tensor, layout: DcpLayout | None = None, rank: int = 0
+) -> None:
+    """(n, 576) rows into :func:`sglang_pool`, which casts them to its dtype. Without a layout as SGLang without DCP."""
+    from sglang.srt.mem_cache import memory_pool
+
+    parallel = SimpleNamespace(attn_dcp_size=layout.dcp_size if layout else 1, dcp_enabled=layout is not None)
+    layer, where = MlaLayer(1), memory_pool.KVWriteLoc(loc)
+    with mock.patch.object(memory_pool, "get_parallel", lambda: parallel):
+        if layout is None:
+            pool.set_kv_buffer(layer, where, kv[:, None], None)
+            return
+        hook = mock.patch.object(memory_pool, "set_mla_kv_buffer_dcp_sharded_triton", dcp_hooks.set_mla_kv_buffer)
+        with as_rank(layout, rank), hook:
+            pool.set_mla_kv_buffer(layer, where, kv[:, None, :LORA], kv[:, None, LORA:])
+
+
+def gathered_prefix(batch: Batch) -> torch.Tensor:
+    """All requests of ``batch`` as an extend's cached prefixes -> (tokens, 1, 576) of the pools' dtype.
+
+    Through the hooks of an extend, with SGLang's kernel that reads a rank's rows from its pool between them. Every
+    rank must get the same bytes.
+    """
+    from sglang.kernels.ops.kvcache.mla_buffer import get_mla_kv_buffer_triton
+
+    exchange = Exchange(batch.layout.dcp_size)
+    parallel = SimpleNamespace(dcp_group=exchange)
+
+    def work(rank: int) -> torch.Tensor:
+        backend, pool = SimpleNamespace(), batch.pools[rank]
+        with (
+            as_rank(batch.layout, rank),
+            mock.patch.object(dcp_hooks, "get_attn_backend", lambda: backend),
+            mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel),
+        ):
+            rows = prefix_rows(batch)
+            nope, rope = (pool.new_empty(len(rows), 1, width) for width in (LORA, ROPE))
+            get_mla_kv_buffer_triton(pool, rows, nope, rope)
+            return dcp_hooks.all_gather_kv_cache(nope, rope, torch.tensor(batch.lens))
+
+    dense = exchange.run(work)
+    assert exchange.calls == 1
+    assert all(torch.equal(x.view(torch.uint8), dense[0].view(torch.uint8)) for x in dense)
+    return dense[0]
+
+
+def prefix_rows(batch: Batch) -> torch.Tensor:
+    """The hook that selects the rows which this rank (:func:`as_rank`) sends to the gather of all requests."""
+    metadata = dcp_hooks.prepare_extend_metadata(
+        lambda *_: SimpleNamespace(), batch.seq_lens, batch.seq_lens, batch.lens, None, batch.req_rows, batch.table
+    )
+    return metadata.dcp_local_prefix_kv_indices
 
 
 class MlaLayer(NamedTuple):
@@ -247,7 +396,7 @@ class TritonRank:
         self.token_to_kv_pool = Pool(pool, layout, rank)
         self.max_kv_splits = max_kv_splits(context)
         self.kv_indptr = torch.zeros(n + 1, dtype=torch.int32, device=DEVICE)
-        self.kv_indices = torch.zeros(n * layout.local_len(context, 0), dtype=torch.int64, device=DEVICE)
+        self.kv_indices = torch.zeros(n * layout.plain.local_len(context, 0), dtype=torch.int64, device=DEVICE)
         self.forward_metadata = SimpleNamespace(
             kv_indptr=self.kv_indptr,
             kv_indices=self.kv_indices,
@@ -406,12 +555,12 @@ def extend_f64(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return scores.softmax(-1) @ rows[:, :LORA]
 
 
-def single(batch: Batch) -> Batch:
-    """The same requests on one rank: what DCP1 holds."""
+def single(batch: Batch, dtype: torch.dtype | None = None) -> Batch:
+    """The same requests on one rank: what DCP1 holds, or the same rows in another dtype."""
     layout = DcpLayout(1, 1)
     table, rows = random_table(layout, batch.lens, batch.page_size, seed=1)
-    pool = torch.full((rows, 1, DIM), math.nan, dtype=torch.float32, device=DEVICE).to(batch.pools[0].dtype)
-    for i, kv in enumerate(batch.kv):
+    pool = torch.full((rows, 1, DIM), math.nan, dtype=torch.float32, device=DEVICE).to(dtype or batch.pools[0].dtype)
+    for i, kv in enumerate(x.to(pool.dtype) for x in batch.kv):
         as_bytes_if_fp8(pool)[table[i, : batch.lens[i]].long(), 0] = as_bytes_if_fp8(kv)
     return Batch(layout, batch.page_size, batch.lens, table, batch.req_rows, batch.seq_lens, batch.kv, [pool])
 
