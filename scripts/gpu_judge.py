@@ -90,14 +90,23 @@ def judge(partings: Sequence[Parting], noise: Noise) -> Verdict:
     return Verdict(wrong, sum(p.at is None for p in partings), len(partings), observed.before, observed.gap)
 
 
-def audit(reference: Path, records: Path, dcp_size: int, block: int) -> dict[str, Any]:
-    """Does every KV row lie where the layout says? And the control: would another block size be noticed?"""
-    from sglang_dcp_block.dcp.layout import DcpLayout
-    from sglang_dcp_block.testing.audit import Reference, audit_requests, load_requests
+def audit(
+    reference: Path, records: Path, dcp_size: int, block: int, rotated_page: int = 0, fp8: bool = False
+) -> dict[str, Any]:
+    """Does every KV row lie where the layout says? And the control: would another layout be noticed?
 
+    rotated_page: rows of a page where blocks are rotated; the control is then the layout without rotation, otherwise
+    another block size. fp8: a value may be one FP8 step further off.
+    """
+    from sglang_dcp_block.dcp.layout import DcpLayout
+    from sglang_dcp_block.testing.audit import Reference, audit_requests, load_requests, one_fp8_step
+
+    layout, other = DcpLayout(dcp_size, block), DcpLayout(dcp_size, 2 if block == 1 else block // 2)
+    if rotated_page:
+        layout, other = layout.rotated(rotated_page), layout
+    tolerance = (lambda values: AUDIT_TOLERANCE + one_fp8_step(values)) if fp8 else AUDIT_TOLERANCE
     known, found = Reference(load_requests(reference)), load_requests(records)
-    report = audit_requests(DcpLayout(dcp_size, block), found, known, AUDIT_TOLERANCE)
-    control = audit_requests(DcpLayout(dcp_size, 2 if block == 1 else block // 2), found, known, AUDIT_TOLERANCE)
+    report, control = (audit_requests(each, found, known, tolerance) for each in (layout, other))
     return {
         "ok": report.compared > 0 and not report.mismatches and not report.written,
         "compared": report.compared, "mismatches": report.mismatches, "max_abs_diff": report.max_abs_diff,

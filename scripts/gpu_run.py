@@ -35,7 +35,7 @@ from sglang_dcp_block.testing.cpu_testbed import AUDIT_VARIABLE
 from sglang_dcp_block.testing.cpu_testbed import NAME as CPU_BED
 from sglang_dcp_block.testing.engine import free_port, kill_session, log_tail, write_whole
 from sglang_dcp_block.testing.preload import random_prompts
-from sglang_dcp_block.testing.tiny_model import TinyMla, config, write
+from sglang_dcp_block.testing.tiny_model import TinyGqa, TinyMla, TinyModel, config, write
 
 SGLANG_VERSION = "0.5.23"
 TAIL_LINES = 12  #: of a failed engine's log
@@ -46,10 +46,16 @@ V2_LITE = TinyMla(
 )  # fmt: skip
 #: All of DeepSeek-V2-Lite's layers, each with a dense MLP as large as its first one. Never written: dummy weights.
 V2_LITE_DEEP = replace(V2_LITE, layers=27, hidden=2048, intermediate=10944, vocab=102400)
+#: Llama's attention with one KV head, which all ranks of a DCP group hold.
+ONE_KV_HEAD = TinyGqa(
+    heads=16, kv_heads=1, layers=4, hidden=1024, intermediate=2048, vocab=32000, head_dim=128, max_position=163840,
+)  # fmt: skip
 #: DeepSeek-V3's attention: 128 heads.
 V3 = replace(V2_LITE, heads=128, hidden=2048, intermediate=4096)
 
 
+#: Free tokens that a pool must have beside the longest prompt: new tokens, and whole virtual pages of any block.
+POOL_MARGIN = 1024
 PD_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 #: A decode server that takes KV for granted, for timing: see testing/preload.py.
 TIMED = {
@@ -157,7 +163,7 @@ def rehearsed(engine: Engine) -> Engine:
     )  # fmt: skip
 
 
-def model_folder(sizes: TinyMla, root: Path, weights: bool = True) -> Path:
+def model_folder(sizes: TinyModel, root: Path, weights: bool = True) -> Path:
     """A random checkpoint with these sizes, or its config alone, written once."""
     folder = root / f"model-{sizes.heads}-{sizes.hidden}-{sizes.layers}{'' if weights else '-dummy'}"
     if not (folder / "done").exists():
@@ -165,7 +171,9 @@ def model_folder(sizes: TinyMla, root: Path, weights: bool = True) -> Path:
         if weights:
             write(folder, sizes)
         described = config(sizes)
-        if sizes.kv_lora_rank == 512:  # the CPU bed needs a scaled rope; plain rope is what GPUs have a kernel for
+        if (
+            isinstance(sizes, TinyMla) and sizes.kv_lora_rank == 512
+        ):  # the CPU bed needs a scaled rope; plain rope is what GPUs have a kernel for
             described["rope_scaling"] = None
         (folder / "config.json").write_text(json.dumps(described))
         (folder / "done").touch()
@@ -200,6 +208,11 @@ def answer_steps(lengths: Sequence[int], new_tokens: int, vocab: int, reference:
         changed = [_with_other_block(p, b) for p, b in zip(fresh, others, strict=True)]
         steps += [batch_step("fours", fresh, new_tokens, 4), batch_step("changed", changed, new_tokens, count)]
     return steps
+
+
+def wait_step(file: Path) -> dict[str, Any]:
+    """Do nothing until ``file`` exists."""
+    return {"kind": "wait", "file": str(file)}
 
 
 def _with_other_block(prompt: list[int], block: list[int]) -> list[int]:
@@ -253,6 +266,11 @@ def _answers(engine: Any, step: dict[str, Any]) -> list[Answer]:
     prompts, size = step["prompts"], step["size"]
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     return [row for batch in batches for row in _generate(engine, batch, step["new_tokens"])]
+
+
+def _wait(_: Any, step: dict[str, Any]) -> None:
+    while not Path(step["file"]).exists():
+        time.sleep(0.2)
 
 
 def _preload(engine: Any, step: dict[str, Any]) -> None:
@@ -382,7 +400,7 @@ def worker(job_file: str, result_file: str) -> None:
     engine = sglang.Engine(**engine_spec.arguments(Path(job["model"])))
     result: dict[str, Any] = {"up_s": time.monotonic() - began, "steps": []}
     print(f"UP in {result['up_s']:.0f} s", flush=True)
-    kinds = {"batch": _answers, "preload": _preload, "speed": _speed, "soak": _soak}
+    kinds = {"batch": _answers, "preload": _preload, "speed": _speed, "soak": _soak, "wait": _wait}
     try:
         info = engine.get_server_info()
         names = ("max_total_num_tokens", "dcp_size", "dcp_block_size", "dcp_comm_backend", "attention_backend")
@@ -552,11 +570,16 @@ def run_jobs(
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode server."""
+    """A prefill and a decode server. against: the pair whose total times its own are divided by.
+
+    worn: prefill's free pages are cut into short runs before each round.
+    """
 
     name: str
     prefill: Engine
     decode: Engine
+    against: str = ""
+    worn: bool = False
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
@@ -604,7 +627,12 @@ class Server:
                 time.sleep(0.5)
         raise RuntimeError(f"server not ready; {self.log} ends with:\n{log_tail(self.log, TAIL_LINES)}")
 
-    def post(self, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def pool(self) -> int:
+        """Tokens that its KV pool holds, over all DCP ranks."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/server_info", timeout=20) as reply:
+            return json.load(reply)["max_total_num_tokens"]
+
+    def post(self, body: dict[str, Any], timeout: float) -> Any:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -616,6 +644,16 @@ class Server:
             return []
         events = [json.loads(line) for line in self.trace.read_text().splitlines()]
         return [e for e in events if since <= e["at"] <= until]
+
+
+def pool_complaint(mode: str, pool: int, longest: int) -> str:
+    """Why a prompt of ``longest`` tokens doesn't fit in a pool of ``pool`` tokens over all ranks, or ""."""
+    if pool >= longest + POOL_MARGIN:
+        return ""
+    return (
+        f"the {mode} server's pool holds {pool:,} tokens, and a prompt of {longest:,} needs {longest + POOL_MARGIN:,}: "
+        "raise max_tokens or mem_fraction, or start it before other engines"
+    )
 
 
 class RunningPair:
@@ -666,6 +704,33 @@ class RunningPair:
             "pack_fits": all(e["fits"] for e in packs),
         }
 
+    def too_small(self, longest: int) -> str:
+        """Why prompts of ``longest`` tokens don't fit in both pools, or ""."""
+        return pool_complaint("prefill", self.prefill.pool(), longest) or pool_complaint(
+            "decode", self.decode.pool(), longest
+        )
+
+    def wear(self, first: bool, vocab: int, timeout: float) -> None:
+        """Fill prefill's radix cache with prompts of 7 pages and let it keep every second one longest.
+
+        The others are evicted first, so free pages come in runs of about 7. first: the cache is empty.
+        """
+        from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+        length = 7 * self.pair.prefill.page
+        prompts = random_prompts([length] * (self.prefill.pool() // length), 7, vocab)
+        for asked in (prompts, prompts[::2])[0 if first else 1 :]:
+            self.prefill.post(
+                {
+                    "input_ids": asked,
+                    "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+                    "bootstrap_host": [FAKE_BOOTSTRAP_HOST] * len(asked),
+                    "bootstrap_port": [None] * len(asked),
+                    "bootstrap_room": list(range(len(asked))),
+                },
+                timeout,
+            )
+
     def _prefill(self, body: dict[str, Any], timeout: float) -> None:
         with contextlib.suppress(Exception):  # decode's answer tells
             self.prefill.post(body, timeout)
@@ -692,6 +757,8 @@ def run_pd(
 ) -> dict[str, Any]:
     """Every pair up at once, asked in turns with the same fresh prompts: transfer, gather, memory, answers.
 
+    Each round begins with another pair. A pair whose pools are too small for some prompts isn't asked those.
+
     ready: called when they are up, returns when they may be asked. save: called with what is found, after each round.
     """
     shutil.rmtree(work, ignore_errors=True)
@@ -708,18 +775,28 @@ def run_pd(
                 found["failed"][name] = str(error)
                 running.pop(name).stop()
         say(f"  pairs up: {list(running)}")
+        for name, pair in running.items():
+            if reason := pair.too_small(max(lengths)):
+                found["failed"][f"{name}, pool"] = reason
+                say(f"  {name}: {reason}")
         ready()
         for name in running:
             found["pairs"][name] = {"costs": [], "answers": []}
+        names, now = list(running), time.monotonic
         rounds = [(n, r) for r in range(repeats + 1) for n in lengths]  # the first round warms up
         for n, r in rounds:
-            ids = random_prompts([n], 1000 * r + n, vocab)[0]
-            for name, pair in list(running.items()):
-                if time.monotonic() > deadline - 10:
+            ids, turn = random_prompts([n], 1000 * r + n, vocab)[0], r % max(len(names), 1)
+            for name in names[turn:] + names[:turn]:
+                pair = running.get(name)
+                if pair is None or (f"{name}, pool" in found["failed"] and pair.too_small(n)):
+                    continue
+                if now() > deadline - 10:
                     found["failed"].setdefault("time", f"stopped before round {r}, {n} tokens")
                     break
                 try:
-                    row, cost = pair.ask(ids, 16 if r == 0 else 1, timeout=max(5.0, deadline - time.monotonic()))
+                    if pair.pair.worn and n == lengths[0]:
+                        pair.wear(r == 0, vocab, max(5.0, deadline - now()))
+                    row, cost = pair.ask(ids, 16 if r == 0 else 1, timeout=max(5.0, deadline - now()))
                 except (urllib.error.URLError, OSError, KeyError, TimeoutError) as error:
                     logs = "\n".join(log_tail(server.log, TAIL_LINES) for server in (pair.prefill, pair.decode))
                     found["failed"][name] = f"{n} tokens, round {r}: {error!r}\n{logs}"
@@ -737,17 +814,20 @@ def run_pd(
     return found
 
 
-def pd_rows(found: dict[str, Any], against: str) -> list[dict[str, Any]]:
-    """Medians per pair and length, with the ratio of total times to the pair ``against``."""
+def pd_rows(found: dict[str, Any], against: dict[str, str]) -> list[dict[str, Any]]:
+    """Medians per pair and length, with the ratio of total times. against: pair -> the one it is divided by."""
     rows = []
     for name, data in found["pairs"].items():
         for n in sorted({c["prompt"] for c in data["costs"]}):
             costs = [c for c in data["costs"] if c["prompt"] == n]
             median = {k: statistics.median(c[k] for c in costs) for k in costs[0] if k not in ("prompt", "pack_fits")}
-            other = [c["total_s"] for c in found["pairs"].get(against, {"costs": []})["costs"] if c["prompt"] == n]
+            other = [
+                c["total_s"] for c in found["pairs"].get(against[name], {"costs": []})["costs"] if c["prompt"] == n
+            ]
             rows.append(
-                {"pair": name, "prompt": n, **median, "pack_buffer_bytes": data.get("pack_buffer_bytes"),
-                 "total_over": median["total_s"] / statistics.median(other) if other else None, "samples": len(costs)}
+                {"pair": name, "against": against[name], "prompt": n, **median, "samples": len(costs),
+                 "pack_buffer_bytes": data.get("pack_buffer_bytes"),
+                 "total_over": median["total_s"] / statistics.median(other) if other else None}
             )  # fmt: skip
     return rows
 

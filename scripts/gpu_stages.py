@@ -6,7 +6,6 @@ runs the stages asked for until the time is up, keeps what it has after each, an
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import tempfile
@@ -23,10 +22,8 @@ from gpu_run import Engine, Job, Outcome, Pair, Worker
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dcp_block.testing.tiny_model import TinyMla
+from sglang_dcp_block.testing.tiny_model import TinyModel
 
-#: Sizes of a rehearsal on the CPU test bed.
-REHEARSAL = TinyMla()
 #: What every engine of a stage of answers is asked.
 STEPS = ("fresh", "again", "alone")
 REHEARSAL_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
@@ -34,8 +31,8 @@ REHEARSAL_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 
 @dataclass
 class Context:
-    """Where and how long a stage may run. save: keeps what a stage has found so far. quiet: a file; timing waits until
-    it exists."""
+    """Where and how long a stage may run. save: keeps what a stage has found so far. quiet: a file; engines that are up
+    wait until it exists."""
 
     model: Path
     vocab: int
@@ -66,7 +63,7 @@ class Stage:
     what: str
     needs_s: float
     at_once: int = 1
-    sizes: TinyMla | None = None
+    sizes: TinyModel | None = None
     weights: bool = True
 
     def engines(self) -> list[Engine]:
@@ -83,7 +80,8 @@ class Stage:
 class Answers(Stage):
     """Greedy answers of every layout against DCP1 of the same backend, and the pool audit.
 
-    others: engine -> name of its reference. The reference's own noise: one batch against batches of four and of one.
+    others: engine -> name of its reference. beside: further pairs of engines whose answers are compared, not judged.
+    The reference's own noise: one batch against batches of four and of one.
     A reference has pages as large as the others' virtual pages, so that all take equal prefixes from the cache: beyond
     128K tokens in a batch SGLang joins prefix and extension on FlashInfer with the wrong base of the LSE (its issue
     40903), and the answer then depends on where the prefix ends.
@@ -94,6 +92,7 @@ class Answers(Stage):
     lengths: Sequence[int] = ()
     new_tokens: int = 48
     audit: bool = False
+    beside: Sequence[tuple[str, str]] = ()
     audits: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)  # one takes seconds, so each only once
 
     def engines(self) -> list[Engine]:
@@ -103,8 +102,9 @@ class Answers(Stage):
         lengths = REHEARSAL_LENGTHS if context.rehearse else self.lengths
         tokens = 8 if context.rehearse else self.new_tokens
         known, asked = (gpu_run.answer_steps(lengths, tokens, context.vocab, reference) for reference in (True, False))
+        first = [gpu_run.wait_step(context.quiet)] if context.quiet else []
         jobs = [
-            Job(self._ready(e, context), known if e in self.references else asked, audit=self.audit)
+            Job(self._ready(e, context), first + (known if e in self.references else asked), audit=self.audit)
             for e in self.engines()
         ]
         outcomes = gpu_run.run_jobs(
@@ -134,13 +134,22 @@ class Answers(Stage):
                     ]
         for engine, reference_name in self.others:
             self._judge(by_name[engine.name], by_name[reference_name], found)
-        for one, other in itertools.pairwise(r.name for r in self.references):
-            found["between"] = {
-                step: gpu_judge.noise_of(gpu_judge.compare(a, b))._asdict()
-                for step in STEPS
-                if (a := by_name[one].step(step)) and (b := by_name[other].step(step))
-            }
+        if len(self.references) > 1:
+            found["between"] = self._compared(*(by_name[r.name] for r in self.references[:2]))
+        found["beside"] = {
+            f"{other} against {one}": self._compared(by_name[one], by_name[other])
+            for one, other in self.beside
+            if one in by_name and other in by_name
+        }
         return found
+
+    def _compared(self, one: Outcome, other: Outcome) -> dict[str, Any]:
+        """Step -> largest logprob distance before a parting and largest gap at one."""
+        return {
+            step: gpu_judge.noise_of(gpu_judge.compare(a, b))._asdict()
+            for step in STEPS
+            if (a := one.step(step)) and (b := other.step(step))
+        }
 
     def _judge(self, mine: Outcome, theirs: Outcome, found: dict[str, Any]) -> None:
         entry, reference = found["engines"][mine.job.engine.name], theirs.job.engine.name
@@ -159,7 +168,10 @@ class Answers(Stage):
             spec = mine.job.engine
             if spec.name not in self.audits:
                 try:
-                    self.audits[spec.name] = gpu_judge.audit(theirs.audit, mine.audit, spec.dcp, spec.block or 1)
+                    self.audits[spec.name] = gpu_judge.audit(
+                        theirs.audit, mine.audit, spec.dcp, spec.block or 1,
+                        spec.page if spec.extra.get("dcp_rotate") else 0, "kv_cache_dtype" in spec.extra,
+                    )  # fmt: skip
                 except (ValueError, FileNotFoundError) as error:
                     self.audits[spec.name] = {"ok": False, "complaints": [str(error)]}
             entry["audit"] = self.audits[spec.name]
@@ -183,8 +195,8 @@ def parse_cell(text: str) -> TimedCell:
 
 @dataclass
 class Speed(Stage):
-    """Time per output token. All engines are up at once; one at a time is asked, in turns within every cell. Two rounds
-    per cell in each sweep over the cells.
+    """Time per output token. All engines are up at once; one at a time is asked, in turns within every cell: ``rounds``
+    rounds after one that warms up, each of ``tokens`` tokens, half as many from 64 requests on.
 
     cells: in order, each for all engines or for those whose names match. rows: distinct tokens of a batch, so that
     pools of all engines fit; a larger batch shares prefixes, every ``rows // context`` requests the same ones again.
@@ -195,7 +207,7 @@ class Speed(Stage):
     cells: Sequence[TimedCell] = ()
     rows: int = 0
     pairs: Sequence[tuple[str, str]] = ()
-    sweeps: int = 2
+    rounds: int = 4
     tokens: int = 129
     chunk: int = 16
 
@@ -220,33 +232,33 @@ class Speed(Stage):
         loaded = None
         try:
             self._start(workers, found, context)
-            for sweep in range(self.sweeps):
-                for batch, length, names in cells:
-                    alike = [c for c in cells if c.context == length]
-                    distinct = [length] * min(max(c.batch for c in alike), rows // length)
-                    step = {"lengths": distinct, "seed": length, "vocab": context.vocab}
-                    if length != loaded:
-                        for name in list(workers):
-                            if any(re.search(c.engines, name) for c in alike):
-                                ask(name, step | {"kind": "preload"})
-                    loaded = length
-                    began = time.monotonic()
-                    for number in (2 * sweep, 2 * sweep + 1, 2 * sweep + 2)[sweep > 0 :]:
-                        if context.left() < 1.3 * (time.monotonic() - began) / max(number - 2 * sweep, 1) + 10:
-                            found["failed"]["time"] = f"stopped at {batch} x {length}, round {number}"
-                            return self._summary(found)
-                        asked = [name for name in workers if re.search(names, name)]
-                        turn = number % max(len(asked), 1)
-                        for name in asked[turn:] + asked[:turn]:
-                            outcome = ask(name, step | {
-                                "kind": "speed", "batch": batch, "context": length, "round": number, "chunk": chunk,
-                                "tokens": tokens if number else 2 * chunk + 1,
-                            })  # fmt: skip
-                            if outcome and number:  # round 0 warms up
-                                found["rounds"][name].append(outcome)
-                        context.save(self._summary(found))
-                    took = time.monotonic() - began
-                    context.say(f"  {batch} x {length}: {took:.0f} s, {context.left():.0f} s left")
+            for batch, length, names in cells:
+                alike = [c for c in cells if c.context == length]
+                distinct = [length] * min(max(c.batch for c in alike), rows // length)
+                step = {"lengths": distinct, "seed": length, "vocab": context.vocab}
+                if length != loaded:
+                    for name in list(workers):
+                        if any(re.search(c.engines, name) for c in alike):
+                            ask(name, step | {"kind": "preload"})
+                loaded = length
+                began = time.monotonic()
+                for number in range(self.rounds + 1):  # round 0 warms up
+                    if context.left() < 1.3 * (time.monotonic() - began) / max(number, 1) + 10:
+                        found["failed"]["time"] = f"stopped at {batch} x {length}, round {number}"
+                        return self._summary(found)
+                    size = 2 * chunk + 1 if number == 0 else tokens if batch < 64 else tokens // 2 + 1
+                    asked = [name for name in workers if re.search(names, name)]
+                    turn = number % max(len(asked), 1)
+                    for name in asked[turn:] + asked[:turn]:
+                        outcome = ask(name, step | {
+                            "kind": "speed", "batch": batch, "context": length, "round": number, "chunk": chunk,
+                            "tokens": size,
+                        })  # fmt: skip
+                        if outcome and number:
+                            found["rounds"][name].append(outcome)
+                    context.save(self._summary(found))
+                took = time.monotonic() - began
+                context.say(f"  {batch} x {length}: {took:.0f} s, {context.left():.0f} s left")
         finally:
             for worker in workers.values():
                 worker.stop()
@@ -319,12 +331,13 @@ class Soak(Stage):
 
 @dataclass
 class PrefillDecode(Stage):
-    """P->D over Mooncake, the pairs in turns with the same prompts."""
+    """P->D over Mooncake, the pairs in turns with the same prompts. against: whose times a pair's are divided by if it
+    names no other."""
 
     pairs: list[Pair] = field(default_factory=list)
     against: str = ""
     lengths: Sequence[int] = ()
-    repeats: int = 5
+    repeats: int = 7
 
     def engines(self) -> list[Engine]:
         return [engine for pair in self.pairs for engine in (pair.prefill, pair.decode)]
@@ -334,7 +347,7 @@ class PrefillDecode(Stage):
             replace(p, prefill=self._ready(p.prefill, context), decode=self._ready(p.decode, context))
             for p in self.pairs
         ]
-        lengths, repeats = ((65, 150), 1) if context.rehearse else (self.lengths, self.repeats)
+        lengths, repeats = ((150, 1500), 1) if context.rehearse else (self.lengths, self.repeats)
         found = gpu_run.run_pd(
             pairs, lengths, repeats, context.vocab, context.model, context.work / "pd", context.deadline, context.say,
             context.wait_quiet, lambda found: context.save(self._judged(found)),
@@ -342,7 +355,7 @@ class PrefillDecode(Stage):
         return self._judged(found)
 
     def _judged(self, found: dict[str, Any]) -> dict[str, Any]:
-        found["rows"] = gpu_run.pd_rows(found, self.against)
+        found["rows"] = gpu_run.pd_rows(found, {p.name: p.against or self.against for p in self.pairs})
         base = found["pairs"].get(self.against, {}).get("answers", [])
         for data in found["pairs"].values():
             data["partings"] = [p._asdict() for p in map(gpu_judge.part, base, data["answers"])]
@@ -383,14 +396,22 @@ def every_layout(two: Engine) -> list[tuple[Engine, str]]:
     ]
 
 
-def pack_against_blocks(prefill: Engine, decode: Engine, blocks: Sequence[int], first_gpu: int = 0) -> PrefillDecode:
-    """Stock with its pack buffer, and for each block size a pair with pages of one block; its prefill's first GPU."""
+def variant(pair: Pair, name: str, env: dict[str, str] | None = None, **changes: Any) -> Pair:
+    """``pair`` under another name, with ``env`` on both servers and other fields of a :class:`Pair`."""
+    prefill = replace(pair.prefill, name=f"{name}-prefill", env=env or {})
+    return replace(
+        pair, name=name, prefill=prefill, decode=replace(pair.decode, name=f"{name}-decode", env=env or {}), **changes
+    )
+
+
+def pack_against_blocks(prefill: Engine, decode: Engine, blocks: Sequence[int]) -> PrefillDecode:
+    """Stock with its pack buffer, and for each block size a pair with pages of one block, all on the same GPUs."""
     pairs = [Pair("stock", replace(prefill, name="stock-prefill"), replace(decode, name="stock-decode"))]
     for block in blocks:
         name, paged = f"block{block}", {"page": max(block, decode.page)}
         pairs.append(Pair(
             name,
-            replace(prefill, name=f"{name}-prefill", block=1, base_gpu=first_gpu, **paged),
+            replace(prefill, name=f"{name}-prefill", block=1, **paged),
             replace(decode, name=f"{name}-decode", block=block, **paged),
         ))  # fmt: skip
     what = f"blocks of {' and '.join(map(str, blocks))} against stock token round-robin with its pack buffer"
@@ -410,7 +431,7 @@ def triton_soak(base: Engine, dcp: int) -> Soak:
 class Plan:
     title: str
     gpus: int
-    sizes: TinyMla
+    sizes: TinyModel
     stages: list[Stage]
     replaced: str = "nothing"
 
@@ -458,8 +479,10 @@ def _show_answers(found: dict[str, Any], console: Console) -> None:
             "" if not audit else str(audit.get("control_noticed")),
         )  # fmt: skip
     console.print(table)
-    for step, noise in found.get("between", {}).items():
-        console.print(f"  DCP1 on one backend against the other, {step}: {noise['before']:.3f}, gap {noise['gap']:.3f}")
+    compared = {"DCP1 on one backend against the other": found.get("between", {}), **found.get("beside", {})}
+    for pair, steps in compared.items():
+        for step, noise in steps.items():
+            console.print(f"  {pair}, {step}: {noise['before']:.3f}, gap {noise['gap']:.3f}")
     for name, prompts in found["control"].items():
         noticed = [str(p["prompt"]) for p in prompts if p["noticed"]]
         console.print(f"  control, {name} with 64 other tokens: noticed in {len(noticed)} of {len(prompts)} prompts")
@@ -540,8 +563,9 @@ def _show_pd(found: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="left" if column == "pair" else "right")
     for row in found["rows"]:
         table.add_row(
-            row["pair"], str(row["prompt"]), f"{row['total_s'] * 1e3:.0f}",
-            f"{row['total_over']:.3f}" if row["total_over"] else "", f"{row['segments']:.0f}", f"{row['batches']:.0f}",
+            row["pair"], str(row["prompt"]), f"{row['total_s'] * 1e3:.1f}",
+            f"{row['total_over']:.3f} of {row.get('against', 'stock')}" if row["total_over"] else "",
+            f"{row['segments']:.0f}", f"{row['batches']:.0f}",
             f"{row['kv_bytes'] / 1e6:.1f}", f"{row['transfer_s'] * 1e3:.1f}", f"{row['pack_s'] * 1e3:.1f}",
             f"{(row['pack_buffer_bytes'] or 0) / 1e6:.1f}",
         )  # fmt: skip
@@ -600,7 +624,7 @@ def command(plan: Plan) -> typer.Typer:
         prefix: Annotated[str, typer.Option(help="Begins the JSON files' names.")] = "gpu",
         only: Annotated[str, typer.Option(help="Regular expression: engines to start besides the references.")] = "",
         cell: Annotated[list[str] | None, typer.Option(help="BATCHxCONTEXT[=REGEX]: timed cells, in order.")] = None,
-        quiet: Annotated[Path | None, typer.Option(help="Timing waits until this file exists.")] = None,
+        quiet: Annotated[Path | None, typer.Option(help="Engines that are up wait until this file exists.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="List the plan and check what it needs.")] = False,
         rehearse: Annotated[
             bool, typer.Option("--rehearse", help="Tiny sizes and 2 ranks on the CPU test bed.")
@@ -638,7 +662,8 @@ def command(plan: Plan) -> typer.Typer:
 
             folder = work / s.name
             folder.mkdir(parents=True, exist_ok=True)
-            sizes = REHEARSAL if rehearse else s.sizes or plan.sizes
+            sizes = s.sizes or plan.sizes
+            sizes = type(sizes)() if rehearse else sizes
             model = gpu_run.model_folder(sizes, folder, s.weights)
             say = lambda text: console.print(text, markup=False)  # noqa: E731
             context = Context(model, sizes.vocab, folder, deadline, rehearse, say, save, quiet)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_run import TIMED, V2_LITE, V2_LITE_DEEP, Engine
+from gpu_run import ONE_KV_HEAD, TIMED, V2_LITE, V2_LITE_DEEP, Engine
 from gpu_stages import (
     Answers,
     Plan,
@@ -24,6 +24,7 @@ from gpu_stages import (
     every_layout,
     pack_against_blocks,
     triton_soak,
+    variant,
     with_blocks,
     without_dcp,
 )
@@ -31,6 +32,10 @@ from gpu_stages import (
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 8191, 32_768, 131_072)
 AUDIT_LENGTHS = (1, 63, 64, 65, 127, 128, 129, 500, 3000, 9000)
 CELLS = [TimedCell(batch, context) for context in (131_072, 8192, 32_768) for batch in (8, 64, 1)]
+
+#: Mooncake cuts a segment into chunks of this many bytes, 65,536 by default: a block of 64 rows is 73,728.
+SLICE = {"MC_TCP_SLICE_SIZE": "131072"}
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 DCP1 = Engine("", tp=2, max_tokens=2_400_000)
 DCP2 = replace(DCP1, dcp=2)
@@ -62,6 +67,36 @@ def audit() -> Stage:
     )  # fmt: skip
 
 
+def kinds() -> Stage:
+    """Both merges and backends beside FP8 KV and rotation. FP8 on Triton is judged by FlashInfer's DCP1: SGLang's own
+    Triton kernels round queries and softmax weights to FP8 too, this project's don't."""
+    small = replace(DCP1, max_tokens=40_960, context=40_000, chunked=4096)
+    two = replace(small, dcp=2)
+    plain, eight = without_dcp(small, 2), without_dcp(replace(small, extra=FP8), 2)
+    eight = [replace(e, name=e.name.replace("-", "-fp8-")) for e in eight]
+    others = [
+        (replace(two, name="tri-fp8-b64", block=64, extra=FP8), "fi-fp8-dcp1"),
+        (replace(two, name="fi-fp8-b64", block=64, backend="flashinfer", extra=FP8), "fi-fp8-dcp1"),
+        (replace(two, name="tri-b64-rotated", block=64, extra={"dcp_rotate": True}), "tri-dcp1"),
+        *with_blocks(two, (64, 1)),
+        *with_blocks(replace(two, comm="ag_rs"), (64, 1), "-agrs"),
+    ]
+    return Answers(
+        "kinds", "answers and KV rows: merges, FP8 KV, rotation", 250, at_once=8, references=plain + eight,
+        others=others, lengths=AUDIT_LENGTHS, audit=True,
+        beside=[("tri-fp8-dcp1", "tri-fp8-b64"), ("fi-fp8-dcp1", "tri-fp8-dcp1"), ("fi-dcp1", "fi-fp8-dcp1")],
+    )  # fmt: skip
+
+
+def gqa() -> Stage:
+    small = replace(DCP1, max_tokens=40_960, context=40_000, chunked=4096)
+    return Answers(
+        "gqa", "answers and KV rows of a model with one KV head, on Triton", 150, at_once=2, sizes=ONE_KV_HEAD,
+        references=without_dcp(small, 2)[:1], others=with_blocks(replace(small, dcp=2, comm="ag_rs"), (64,))[:1],
+        lengths=AUDIT_LENGTHS, audit=True,
+    )  # fmt: skip
+
+
 def speed() -> Stage:
     rows = 3 * 131_072  # the KV of 64 requests would not fit six times
     pool = rows + 65_536
@@ -79,13 +114,28 @@ def speed() -> Stage:
 
 
 def pd() -> PrefillDecode:
-    base = replace(DCP1, backend="flashinfer", max_tokens=400_000, chunked=16_384, mem_fraction=0.5)
-    return pack_against_blocks(replace(base, tp=1), replace(base, dcp=2), (64, 256), first_gpu=1)
+    """Also with chunks of two blocks in Mooncake, for blocks and for packing, and with a worn prefill pool."""
+    # A fraction of what was free before the others started: a small one leaves the last server no pool.
+    base = replace(DCP1, backend="flashinfer", max_tokens=400_000, chunked=16_384, mem_fraction=0.9)
+    stage = pack_against_blocks(replace(base, tp=1), replace(base, dcp=2, max_tokens=200_000), (64, 256))
+    stock, block64, _ = stage.pairs
+    stage.pairs += [
+        variant(stock, "stock-128k", SLICE),
+        variant(block64, "block64-128k", SLICE, against="stock-128k"),
+        variant(block64, "block64-worn", worn=True),
+    ]
+    return stage
 
 
 SOAK = triton_soak(replace(DCP1, context=40_000, chunked=4096), 2)
 REPLACED = "custom all-reduce and FlashInfer's all-reduce fusion are off, so NCCL carries every collective"
-PLAN = Plan("Engines over NCCL on two GPUs", 2, V2_LITE, [answers(), audit(), speed(), pd(), SOAK], replaced=REPLACED)
+PLAN = Plan(
+    "Engines over NCCL on two GPUs",
+    2,
+    V2_LITE,
+    [answers(), audit(), kinds(), gqa(), speed(), pd(), SOAK],
+    replaced=REPLACED,
+)
 
 app = command(PLAN)
 

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import eight_gpus
+import gpu_run
 import gpu_stages
 import one_gpu
 import two_gpus
@@ -34,6 +35,50 @@ def test_every_layout_is_tried() -> None:
     tried = {(e.backend, e.block, e.comm) for e, _ in gpu_stages.every_layout(two_gpus.DCP2)}
     wanted = {(b, block, c) for b in ("triton", "flashinfer") for block in (1, 16, 64) for c in ("a2a", "ag_rs")}
     assert tried == wanted | {("flashinfer", None, "a2a")}
+
+
+def test_kinds_are_merges_fp8_and_rotation_on_what_runs_them() -> None:
+    stage = two_gpus.kinds()
+    kinds = {(e.backend, e.block, e.comm, *sorted(e.extra)) for e, _ in stage.others}
+    merges = {(b, block, c) for b in ("triton", "flashinfer") for block in (1, 64) for c in ("a2a", "ag_rs")}
+    fp8 = {(b, 64, "a2a", "kv_cache_dtype") for b in ("triton", "flashinfer")}
+    assert kinds == merges | fp8 | {("triton", 64, "a2a", "dcp_rotate")}
+    references = {e.name: e for e in stage.references}
+    for engine, name in stage.others:  # FP8 rows are compared with FP8 rows
+        assert references[name].extra.get("kv_cache_dtype") == engine.extra.get("kv_cache_dtype")
+    assert {name for pair in stage.beside for name in pair} <= {e.name for e in stage.engines()}
+
+
+def test_blocks_are_divided_by_packing_with_the_same_settings() -> None:
+    stage = two_gpus.pd()
+    by_name = {pair.name: pair for pair in stage.pairs}
+    for pair in stage.pairs:
+        other = by_name[pair.against or stage.against]
+        assert pair.prefill.env == pair.decode.env
+        assert pair.decode.block is None or (pair.prefill.env, pair.decode.env) == (other.prefill.env, other.decode.env)
+        assert (pair.prefill.base_gpu, pair.decode.base_gpu) == (other.prefill.base_gpu, other.decode.base_gpu)
+        assert other.decode.block is None
+        pool = pair.decode.max_tokens * pair.decode.dcp
+        assert not gpu_run.pool_complaint("decode", pool, max(stage.lengths))
+
+
+def test_a_pool_that_is_too_small_is_named() -> None:
+    assert gpu_run.pool_complaint("decode", 131_072 + 1024, 131_072) == ""
+    found = gpu_run.pool_complaint("decode", 99_072, 131_072)
+    assert (
+        "the decode server's pool holds 99,072 tokens, and a prompt of 131,072 needs 132,096: raise max_tokens" in found
+    )
+
+
+def test_rows_of_pairs_are_medians_over_those_of_their_own_pair() -> None:
+    def costs(*seconds: float) -> dict:
+        return {"costs": [{"prompt": 5, "total_s": s, "segments": 8} for s in seconds]}
+
+    found = {"pairs": {"a": costs(1.0, 3.0, 2.0), "b": costs(4.0), "c": costs(1.0, 1.0)}}
+    rows = gpu_run.pd_rows(found, {"a": "a", "b": "a", "c": "b"})
+    assert [(r["pair"], r["against"], r["total_over"], r["samples"]) for r in rows] == [
+        ("a", "a", 1.0, 3), ("b", "a", 2.0, 1), ("c", "b", 0.25, 2)
+    ]  # fmt: skip
 
 
 def test_cells() -> None:
