@@ -72,11 +72,13 @@ def kinds() -> Stage:
     Triton kernels round queries and softmax weights to FP8 too, this project's don't."""
     small = replace(DCP1, max_tokens=40_960, context=40_000, chunked=4096)
     two = replace(small, dcp=2)
-    plain, eight = without_dcp(small, 2), without_dcp(replace(small, extra=FP8), 2)
+    # One chunk: with FP8 KV, FlashInfer reads the new tokens of a further one as FP8, and Triton as computed.
+    fp8 = {"extra": FP8, "chunked": 16_384}
+    plain, eight = without_dcp(small, 2), without_dcp(replace(small, **fp8), 2)
     eight = [replace(e, name=e.name.replace("-", "-fp8-")) for e in eight]
     others = [
-        (replace(two, name="tri-fp8-b64", block=64, extra=FP8), "fi-fp8-dcp1"),
-        (replace(two, name="fi-fp8-b64", block=64, backend="flashinfer", extra=FP8), "fi-fp8-dcp1"),
+        (replace(two, name="tri-fp8-b64", block=64, **fp8), "fi-fp8-dcp1"),
+        (replace(two, name="fi-fp8-b64", block=64, backend="flashinfer", **fp8), "fi-fp8-dcp1"),
         (replace(two, name="tri-b64-rotated", block=64, extra={"dcp_rotate": True}), "tri-dcp1"),
         *with_blocks(two, (64, 1)),
         *with_blocks(replace(two, comm="ag_rs"), (64, 1), "-agrs"),
