@@ -142,7 +142,7 @@ def flashinfer_step(inputs: Inputs, layout: DcpLayout) -> Any:
         "kv_indices": torch.zeros_like(rows),
         "kv_len_arr": torch.zeros(cell.batch, dtype=torch.int32, device=kit.DEVICE),
     }
-    backend = kit.FlashInferRank(inputs.pools[0], cell.heads, graph=buffers)
+    backend = kit.FlashInferRank(inputs.pools[0], cell.heads, hooked=layout.block_size > 1, graph=buffers)
     # A workspace of its own: the graphs of a cell are replayed in turns, and a plan lives in its workspace.
     kit.FlashInferRank._workspace = None
     backend.plan(indptr, rows, local)

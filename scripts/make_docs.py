@@ -67,6 +67,9 @@ of the original. `sglang-dcp-block doctor` does the first half without starting 
 With the default block size of 1 and the FlashInfer backend, a server without PD has only the rows of scope `launch`,
 `engine` and `scheduler` installed, none of which is on the path of a token.
 
+FlashInfer's own code stays as it is. After the plan of a decode step (`call_begin_forward` below) that step's wrapper
+holds a second module that FlashInfer compiled, for float16 results (`attention/flashinfer_float16.py`).
+
 {table(heads, rows)}
 ## Scopes: when a row is installed
 

@@ -65,19 +65,22 @@ def test_a_merge_without_the_guard_shows(spec: EngineSpec, run_engine, reference
     assert differences(result.answers[0], expected.answers[0], LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("comm", "merge"),
-    [
-        ("a2a", "sglang.kernels.ops.attention.dcp_kernels:dcp_lse_combine_triton"),
-        ("ag_rs", "sglang.srt.layers.dcp.comm:cp_lse_ag_out_rs_mla"),
-    ],
-)
-def test_float16_partials_reach_the_layer_in_the_models_dtype(comm: str, merge: str, run_engine, reference) -> None:
+MERGES = {
+    "a2a": "sglang.kernels.ops.attention.dcp_kernels:dcp_lse_combine_triton",
+    "ag_rs": "sglang.srt.layers.dcp.comm:cp_lse_ag_out_rs_mla",
+}
+PLAN = "sglang.srt.layers.attention.flashinfer_mla_backend:FlashInferMLAIndicesUpdaterDecode.call_begin_forward"
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+@pytest.mark.parametrize("comm", ["a2a", "ag_rs"])
+def test_float16_partials_reach_the_layer_in_the_models_dtype(comm: str, backend: str, run_engine, reference) -> None:
     """No more than rounding: an engine's way from bfloat16 through our merge, which float32 tests don't take."""
     rounds = [Round([prompt(n) for n in (1, 33, 70)], 5, "float16")]
     expected, _ = reference(rounds)
-    result = run_engine(replace(_sabotaged("float16-partials", "triton"), comm=comm), rounds)
-    assert load_pools(result.audit)[-1].call_counts[merge]
+    result = run_engine(replace(_sabotaged("float16-partials", backend), comm=comm), rounds)
+    calls = load_pools(result.audit)[-1].call_counts
+    assert calls[MERGES[comm]] and (PLAN in calls) == (backend == "flashinfer")
     assert not differences(result.answers[0], expected.answers[0], 5e-3)
     assert differences(result.answers[0], expected.answers[0], 1e-4), "nothing was rounded to float16"
 

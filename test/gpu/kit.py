@@ -24,7 +24,7 @@ import torch
 import triton
 
 from sglang_dcp_block import dcp_hooks
-from sglang_dcp_block.attention import partials, triton_gqa, triton_mla
+from sglang_dcp_block.attention import flashinfer_float16, flashinfer_mla, partials, triton_gqa, triton_mla
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -470,37 +470,63 @@ def shard_rows(
 
 
 class FlashInferRank:
-    """FlashInfer's MLA decode as FlashInferMLAAttnBackend plans it, over one rank's rows."""
+    """FlashInfer's MLA decode as FlashInferMLAAttnBackend plans it, over one rank's rows.
+
+    hooked: as the plugin has it at B > 1. Otherwise FlashInfer's alone: DCP1, and SGLang's own token round-robin.
+    """
 
     _workspace: torch.Tensor | None = None
 
-    def __init__(self, pool: torch.Tensor, heads: int, graph: dict[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, pool: torch.Tensor, heads: int, hooked: bool, graph: dict[str, torch.Tensor] | None = None
+    ) -> None:
         from flashinfer import BatchMLAPagedAttentionWrapper
 
         if FlashInferRank._workspace is None:
             FlashInferRank._workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
         buffers = {} if graph is None else dict(use_cuda_graph=True, **graph)
         self.wrapper = BatchMLAPagedAttentionWrapper(FlashInferRank._workspace, backend="auto", **buffers)
-        self.pool, self.heads = pool, heads
+        self.pool, self.heads, self.hooked, self.graph = pool, heads, hooked, graph
+        # What the hook reads of SGLang's FlashInferMLAIndicesUpdaterDecode.
+        self.data_type, self.kv_lora_rank, self.qk_rope_head_dim = WORK, LORA, ROPE
 
     def plan(self, indptr: torch.Tensor, rows: torch.Tensor, local: torch.Tensor) -> None:
-        n = local.numel()
-        qo = torch.arange(n + 1, dtype=torch.int32, device=DEVICE)
-        self.wrapper.plan(qo, indptr, rows, local.to(torch.int32), self.heads, LORA, ROPE, 1, False, SCALE, WORK, WORK)
+        qo = torch.arange(local.numel() + 1, dtype=torch.int32, device=DEVICE)
+        self._plan(self.wrapper.plan, qo, indptr, rows, local.to(torch.int32))
+
+    def replan(self, indptr: torch.Tensor, rows: torch.Tensor, local: torch.Tensor) -> None:
+        """SGLang's plan before a replay, from lengths on the host; the rows go into the graph's own buffer."""
+        from sglang.srt.layers.attention.flashinfer_mla_backend import fast_mla_decode_plan
+
+        kv_indices = self.graph["kv_indices"]
+        kv_indices[: rows.numel()] = rows
+        qo = torch.arange(local.numel() + 1, dtype=torch.int32)
+        lens = local.to("cpu", torch.int32)
+        self._plan(lambda *args: fast_mla_decode_plan(self.wrapper, *args), qo, indptr.cpu(), kv_indices, lens)
+
+    def _plan(self, plan: Callable[..., None], *tensors: torch.Tensor) -> None:
+        def original(*_: Any) -> None:
+            plan(*tensors, self.heads, LORA, ROPE, 1, False, SCALE, WORK, WORK)
+
+        if not self.hooked:
+            return original()
+        with mock.patch.object(flashinfer_float16, "over_dcp_group", lambda mine: [mine]):
+            flashinfer_mla.call_begin_forward(original, self, self.wrapper)
 
     def attend(self, q: torch.Tensor, pool: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """out (n, H, 512) and base-2 LSE (n, H). An fp8 pool is widened first, as SGLang does."""
         kv = (self.pool if pool is None else pool).to(q.dtype)
         q_nope, q_rope = q[..., :LORA], q[..., LORA:]
         out = torch.empty(q_nope.shape, dtype=q.dtype, device=DEVICE)
-        return self.wrapper.run(q_nope, q_rope, kv[..., :LORA], kv[..., LORA:], out=out, return_lse=True)
+        out, lse = self.wrapper.run(q_nope, q_rope, kv[..., :LORA], kv[..., LORA:], out=out, return_lse=True)
+        return flashinfer_float16.partial_result(self.wrapper, out), lse
 
 
 def flashinfer_partials(batch: Batch, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's guarded (out, base-2 lse), stacked."""
     outs, lses = [], []
     for rank in batch.ranks:
-        backend = FlashInferRank(batch.pools[rank], q.shape[1])
+        backend = FlashInferRank(batch.pools[rank], q.shape[1], hooked=batch.layout.block_size > 1)
         backend.plan(*shard_rows(batch, rank))
         out, lse = backend.attend(q)
         guard_empty_shards(out, lse, batch.seq_lens, batch.layout, rank)
@@ -573,7 +599,7 @@ def stock_decode(one: Batch, q: torch.Tensor, backend: str) -> torch.Tensor:
     torch.cumsum(one.seq_lens, dim=0, out=indptr[1:])
     pool = one.pools[0]
     if backend == "flashinfer":
-        wrapper = FlashInferRank(pool, heads)
+        wrapper = FlashInferRank(pool, heads, hooked=False)
         wrapper.plan(indptr, rows, one.seq_lens)
         return wrapper.attend(q)[0]
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd

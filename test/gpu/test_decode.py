@@ -22,11 +22,13 @@ from sglang_dcp_block.dcp.layout import DcpLayout
 
 ON_GPU = DEVICE.type == "cuda"
 
-#: Times stock's error. Rounding partial results to the working dtype before the merge adds an error of the size of the
-#: two that DCP1 has (softmax weights, result): sqrt(3 / 2), and some room for the worst row of some thousand.
-ALLOWED = {"triton": 1.05, "flashinfer": 1.35}
-#: The same over FP8 rows, where the yardstick is stock over these rows in the working dtype: its kernel rounds as often
-#: as ours, but in another order of rows, and the worst of some hundred results hangs on the luck of a few weights.
+#: Times stock's error: some room for the worst row of some thousand.
+ALLOWED = 1.05
+#: And where SGLang's own path rounds partial results to the working dtype before the merge: that adds an error of the
+#: size of the two that DCP1 has (softmax weights, result), sqrt(3 / 2).
+ALLOWED_ROUNDED = 1.35
+#: Over FP8 rows, where the yardstick is stock over these rows in the working dtype: its kernel rounds as often as ours,
+#: but in another order of rows, and the worst of some hundred results hangs on the luck of a few weights.
 ALLOWED_WIDENED = 1.35
 #: Of the mean error over all requests and heads, where luck is evened out.
 ALLOWED_MEAN = 1.15
@@ -44,6 +46,10 @@ class Cell(NamedTuple):
     def layout(self) -> DcpLayout:
         plain = DcpLayout(self.dcp_size, self.block)
         return plain.rotated(self.rotated_page) if self.rotated_page else plain
+
+    @property
+    def allowed(self) -> float:
+        return ALLOWED_ROUNDED if self.backend == "flashinfer" and self.block == 1 else ALLOWED
 
     def __str__(self) -> str:
         rotated = f"-rotated{self.rotated_page}" if self.rotated_page else ""
@@ -129,7 +135,7 @@ def test_merged_decode_is_as_exact_as_stock_dcp1(cell: Cell, report) -> None:
         lse_error=lse_error,
     )
     for how, error in errors.items():
-        assert error.worst <= ALLOWED[cell.backend] * stock.worst, f"{how}: {error}, stock DCP1: {stock}"
+        assert error.worst <= cell.allowed * stock.worst, f"{how}: {error}, stock DCP1: {stock}"
     assert lse_error < (0.3 if cell.dtype == kit.FP8 else 0.02)
 
     empty = torch.tensor([tokens_on(batch, r) for r in batch.ranks], device=DEVICE) == 0
@@ -138,21 +144,30 @@ def test_merged_decode_is_as_exact_as_stock_dcp1(cell: Cell, report) -> None:
 
 
 @pytest.mark.cuda_only
-@pytest.mark.parametrize("layout", [DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1)], ids=str)
-def test_partial_results_lose_nothing_before_the_merge(layout: DcpLayout, report) -> None:
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        *(("triton", layout) for layout in (DcpLayout(2, 64), DcpLayout(8, 64), DcpLayout(8, 1))),
+        *(("flashinfer", layout) for layout in (DcpLayout(2, 64), DcpLayout(8, 64))),
+    ],
+    ids=str,
+)
+def test_partial_results_lose_nothing_before_the_merge(backend: str, layout: DcpLayout, report) -> None:
     """The error is that of stock DCP1 with both merges. The control: partial results rounded to bfloat16."""
     lens = kit.lengths_around(layout, 131072)
     batch = kit.make_batch(layout, lens, page_size=64, seed=layout.dcp_size)
     q = kit.random_q(len(lens), 16 * layout.dcp_size, seed=3)
     want, _ = kit.attention_f64(q, batch.kv)
-    stock = kit.difference(kit.stock_decode(kit.single(batch), q, "triton"), want)
+    stock = kit.difference(kit.stock_decode(kit.single(batch), q, backend), want)
+    base_e = backend == "triton"
     errors = {}
     for how in ("ag_rs", "a2a"):
-        outs, lses = kit.triton_partials(batch, q, how)
-        assert outs.dtype == {"ag_rs": torch.float32, "a2a": torch.float16}[how]
-        errors[how] = kit.difference(kit.merge(outs, lses, base_e=True, how=how), want)
-    rounded = kit.difference(kit.merge(outs.to(kit.WORK), lses, base_e=True), want)
+        outs, lses = kit.triton_partials(batch, q, how) if base_e else kit.flashinfer_partials(batch, q)
+        assert outs.dtype == (torch.float32 if base_e and how == "ag_rs" else torch.float16)
+        errors[how] = kit.difference(kit.merge(outs, lses, base_e, how), want)
+    rounded = kit.difference(kit.merge(outs.to(kit.WORK), lses, base_e), want)
     report(
+        backend=backend,
         layout=str(layout),
         stock_worst=stock.worst,
         stock_mean=stock.mean,
@@ -212,10 +227,11 @@ def test_fp8_rows_are_widened_and_nothing_else_is_rounded(cell: Cell, report) ->
         **{f"{how}_mean": e.mean for how, e in errors.items()},
         lse_error=float((lse - want_lse).abs().max()),
     )
-    # FlashInfer's results are rounded once more than stock's before the merge.
-    mean = ALLOWED_MEAN if cell.backend == "triton" else ALLOWED["flashinfer"]
+    # Stock's Triton rounds queries and weights to FP8, stock's FlashInfer widens the rows: the second yardstick again.
+    worst = cell.allowed if cell.backend == "triton" else ALLOWED_WIDENED
+    mean = max(ALLOWED_MEAN, cell.allowed)
     for how, error in errors.items():
-        assert error.worst <= ALLOWED[cell.backend] * stock.worst, f"{how}: {error}, stock DCP1: {stock}"
+        assert error.worst <= worst * stock.worst, f"{how}: {error}, stock DCP1: {stock}"
         assert error.worst <= ALLOWED_WIDENED * widened.worst, f"{how}: {error}, over widened rows: {widened}"
         assert error.mean <= mean * widened.mean, f"{how}: {error}, over widened rows: {widened}"
     assert (lse - want_lse).abs().max() < 0.02
@@ -336,9 +352,10 @@ def test_graph_replays_follow_growing_requests(layout: DcpLayout, report) -> Non
 
 
 @pytest.mark.cuda_only
+@pytest.mark.parametrize("how", ["plan", "replan"])
 @pytest.mark.parametrize("layout", [DcpLayout(2, 64), DcpLayout(8, 64)], ids=str)
-def test_flashinfer_graph_replays_follow_new_plans(layout: DcpLayout, report) -> None:
-    """Captured over one-token requests, replayed after another plan, as FlashInferMLAAttnBackend does."""
+def test_flashinfer_graph_replays_follow_new_plans(layout: DcpLayout, how: str, report) -> None:
+    """Captured over one-token requests, replayed after another plan: FlashInfer's, or SGLang's short one."""
     lens = [1, 63, layout.cycle + 1, 5000, 449]
     heads, slots = 16, 8
     batch = kit.make_batch(layout, lens, page_size=64, seed=2)
@@ -354,7 +371,7 @@ def test_flashinfer_graph_replays_follow_new_plans(layout: DcpLayout, report) ->
             "kv_indices": torch.zeros(slots * 8192, dtype=torch.int32, device=DEVICE),
             "kv_len_arr": torch.zeros(slots, dtype=torch.int32, device=DEVICE),
         }
-        backend = kit.FlashInferRank(batch.pools[rank], heads, graph=buffers)
+        backend = kit.FlashInferRank(batch.pools[rank], heads, hooked=True, graph=buffers)
         seq_lens.fill_(1)
         local = layout.local_len(seq_lens, rank)
         indptr = torch.zeros(slots + 1, dtype=torch.int32, device=DEVICE)
@@ -376,15 +393,16 @@ def test_flashinfer_graph_replays_follow_new_plans(layout: DcpLayout, report) ->
         indptr[: len(lens) + 1] = indptr_real
         indptr[len(lens) + 1 :] = indptr_real[-1] + pad_local.cumsum(0)
         rows = torch.cat([rows, torch.zeros(int(pad_local.sum()), dtype=torch.int32, device=DEVICE)])
-        backend.plan(indptr, rows, local)
+        getattr(backend, how)(indptr, rows, local)
         graph.replay()
         torch.cuda.synchronize()
+        assert result[0].dtype == torch.float16
         outs.append(result[0].clone())
         lses.append(result[1].clone())
     got = kit.merge(torch.stack(outs), torch.stack(lses), base_e=False)[: len(lens)]
     eager = kit.merge(*kit.flashinfer_partials(batch, q[: len(lens)]), base_e=False)
     error, eager_error = kit.difference(got, want), kit.difference(eager, want)
-    report(layout=str(layout), graph_worst=error.worst, eager_worst=eager_error.worst)
+    report(layout=str(layout), how=how, graph_worst=error.worst, eager_worst=eager_error.worst)
     assert error.worst <= 1.1 * eager_error.worst
 
 
@@ -394,7 +412,7 @@ def test_what_flashinfer_leaves_for_an_empty_shard(report) -> None:
     layout = DcpLayout(8, 64)
     batch = kit.make_batch(layout, [65, 5, 700], page_size=64)
     q = kit.random_q(3, 128, 0)
-    backend = kit.FlashInferRank(batch.pools[3], 128)
+    backend = kit.FlashInferRank(batch.pools[3], 128, hooked=True)
     backend.plan(*kit.shard_rows(batch, 3))
     out, lse = backend.attend(q)
     empty = [i for i, n in enumerate(batch.lens) if layout.local_len(n, 3) == 0]

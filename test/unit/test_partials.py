@@ -1,4 +1,4 @@
-"""Partial results of the Triton backend on their way through SGLang's merges."""
+"""Partial results on their way through SGLang's merges: natural-log LSE is Triton's, base 2 is FlashInfer's."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def unreachable(*_args, **_kwargs):
     raise AssertionError("SGLang's own merge was called")
 
 
+@pytest.mark.parametrize("base_e", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_combine_against_float64(merge_by, monkeypatch, ranks: int) -> None:
+def test_combine_against_float64(merge_by, monkeypatch, ranks: int, base_e: bool) -> None:
     gen = torch.Generator().manual_seed(ranks)
     n, heads, dim = 4, 3, 64
     # As they arrive from the all-to-all: a slice of a wider buffer.
@@ -53,14 +54,14 @@ def test_combine_against_float64(merge_by, monkeypatch, ranks: int) -> None:
     parts[0, 1], lses[0, 1] = 0, -math.inf  # an empty shard
     parts[:, 3], lses[:, 3] = 0, -math.inf  # a padding row
     monkeypatch.setattr(partials, "_model_dtype", torch.float32)
-    got, lse = partials.lse_combine(unreachable, parts, lses, is_lse_base_on_e=True)
-    weight = torch.softmax(lses[:, :3].double(), dim=0)
-    want = (weight[..., None] * parts[:, :3].double()).sum(0)
+    got, lse = partials.lse_combine(unreachable, parts, lses, is_lse_base_on_e=base_e)
+    by_base = [torch.softmax(lses[:, :3].double() * scale, dim=0) for scale in (math.log(2), 1)]
+    want = (by_base[base_e][..., None] * parts[:, :3].double()).sum(0)
     assert lse is None and got.dtype == torch.float32
     torch.testing.assert_close(got[:3].double(), want, rtol=1e-5, atol=1e-6)
     assert (got[3] == 0).all()
-    base_2 = torch.softmax(lses[:, :3].double() * math.log(2), dim=0)
-    assert not torch.allclose(got[:3].double(), (base_2[..., None] * parts[:, :3].double()).sum(0), rtol=1e-2)
+    other = (by_base[not base_e][..., None] * parts[:, :3].double()).sum(0)
+    assert not torch.allclose(got[:3].double(), other, rtol=1e-2)
 
 
 def test_partial_results_in_the_models_dtype_are_sglangs(merge_by, monkeypatch) -> None:
@@ -72,9 +73,8 @@ def test_partial_results_in_the_models_dtype_are_sglangs(merge_by, monkeypatch) 
 def test_combine_refuses_what_it_does_not_compute(merge_by, monkeypatch) -> None:
     monkeypatch.setattr(partials, "_model_dtype", torch.bfloat16)
     parts, lses = torch.zeros(2, 1, 1, 4).half(), torch.zeros(2, 1, 1)
-    for wrong in ({"is_lse_base_on_e": False}, {"return_lse": True}):
-        with pytest.raises(NotImplementedError, match="natural-log LSE"):
-            partials.lse_combine(unreachable, parts, lses, **wrong)
+    with pytest.raises(NotImplementedError, match=r"torch\.float16 partial results gives no LSE"):
+        partials.lse_combine(unreachable, parts, lses, return_lse=True)
 
 
 def test_reduce_scatter_ends_in_the_models_dtype(merge_by) -> None:
@@ -84,6 +84,12 @@ def test_reduce_scatter_ends_in_the_models_dtype(merge_by) -> None:
     partials.partial_dtype(torch.bfloat16)
     merged = partials.gather_lse_reduce_scatter(lambda out, _lse, _group: out * 2, part, None, group)
     assert merged.dtype == torch.bfloat16 and (merged == 2).all()
+
+
+def test_two_models_do_not_share_a_merge(merge_by) -> None:
+    partials.keep_model_dtype(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="two models in one server"):
+        partials.keep_model_dtype(torch.float16)
 
 
 class Group:
@@ -112,8 +118,9 @@ class Group:
         return total.chunk(self.world_size, dim)[self.rank_in_group]
 
 
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 @pytest.mark.parametrize("how", ["a2a", "ag_rs"])
-def test_through_sglangs_merges(merge_by, monkeypatch, how: str) -> None:
+def test_through_sglangs_merges(merge_by, monkeypatch, how: str, backend: str) -> None:
     """Partial results in the dtype that forward_decode gives them, through SGLang's own merges, in bfloat16."""
     from contextlib import nullcontext
 
@@ -124,6 +131,9 @@ def test_through_sglangs_merges(merge_by, monkeypatch, how: str) -> None:
     exact = torch.randn(ranks, n, heads, dim, generator=gen, dtype=torch.float64)
     lses = torch.randn(ranks, n, heads, generator=gen) * 3
     want = (torch.softmax(lses.double(), dim=0)[..., None] * exact).sum(0)
+    base_e = backend == "triton"
+    if not base_e:
+        lses = lses / math.log(2)
     merge_by(how)
     monkeypatch.setattr(comm, "use_symmetric_memory", lambda _group: nullcontext())
     combine, scatter = comm.dcp_lse_combine_triton, comm.cp_lse_ag_out_rs_mla
@@ -134,17 +144,19 @@ def test_through_sglangs_merges(merge_by, monkeypatch, how: str) -> None:
         for rank in [*range(ranks), *range(ranks)]:
             part, lse = exact[rank].to(dtype), lses[rank].clone()
             if how == "a2a":
-                result = comm.dcp_a2a_lse_reduce(part, lse, group.as_rank(rank), is_lse_base_on_e=True)
+                result = comm.dcp_a2a_lse_reduce(part, lse, group.as_rank(rank), is_lse_base_on_e=base_e)
             else:
                 args = part, lse, group.as_rank(rank)
-                result = partials.gather_lse_reduce_scatter(scatter, *args, is_lse_base_on_e=True).transpose(0, 1)
+                result = partials.gather_lse_reduce_scatter(scatter, *args, is_lse_base_on_e=base_e).transpose(0, 1)
             results.append(result)
         return torch.cat(results[ranks:], dim=1)
 
     def error(got: torch.Tensor) -> float:
         return float((got.double() - want).norm() / want.norm())
 
-    got = merged(partials.partial_dtype(torch.bfloat16), lses)
+    ours = partials.partial_dtype(torch.bfloat16) if base_e else torch.float16
+    partials.keep_model_dtype(torch.bfloat16)
+    got = merged(ours, lses)
     assert got.dtype == torch.bfloat16 and got.shape == want.shape
     # Triton's interpreter cuts a float32 to bfloat16 instead of rounding it.
     once = error(want.bfloat16()) * (2 if how == "a2a" else 1)

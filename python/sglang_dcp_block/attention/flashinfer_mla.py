@@ -1,4 +1,4 @@
-"""FlashInfer-MLA decode under a block layout: which rows a rank attends to, and empty shards.
+"""FlashInfer-MLA decode under a block layout: which rows a rank attends to, empty shards, and float16 results.
 
 Each function has the signature of the target that plugin.HOOKS names for it.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_dcp_block.attention import flashinfer_float16
 from sglang_dcp_block.attention.empty_shard import guard_empty_shards
 from sglang_dcp_block.dcp import kernels
 from sglang_dcp_block.runtime import active_layout, active_rank
@@ -44,10 +45,19 @@ def plan_decode_metadata(
     return total
 
 
+def call_begin_forward(original: Any, updater: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    """Plan a decode step, eager, for a capture or for a replay, whose results are the partial results of a merge."""
+    original(updater, wrapper, *args, **kwargs)
+    flashinfer_float16.use_float16(wrapper, updater.data_type, updater.kv_lora_rank, updater.qk_rope_head_dim)
+
+
 def forward_decode(original: Any, backend: Any, q, k, v, layer, forward_batch, *args: Any, **kwargs: Any) -> Any:
+    """As the original: out (n, H * kv_lora_rank), here in the dtype for the merge, and base-2 LSE (n, H) float32."""
     result = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-    if isinstance(result, tuple):
-        out, lse = result
-        heads = out.view(out.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        guard_empty_shards(heads, lse, forward_batch.seq_lens, active_layout(), active_rank())
-    return result
+    if not isinstance(result, tuple):
+        return result
+    out, lse = result
+    out = flashinfer_float16.partial_result(backend.forward_metadata.decode_wrapper, out)
+    heads = out.view(out.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+    guard_empty_shards(heads, lse, forward_batch.seq_lens, active_layout(), active_rank())
+    return out, lse

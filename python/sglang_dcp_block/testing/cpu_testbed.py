@@ -285,6 +285,13 @@ SHIMS: tuple[Shim, ...] = (
     ),
     Shim(
         "model",
+        "sglang_dcp_block.attention.flashinfer_float16",
+        "load_module",
+        _flashinfer("load_module"),
+        "FlashInfer needs a GPU",
+    ),
+    Shim(
+        "model",
         _FLASHINFER_MLA,
         "torch",
         _cpu_factories,

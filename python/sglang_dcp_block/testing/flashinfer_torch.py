@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,6 +58,55 @@ def _offsets(name: str, indptr: torch.Tensor) -> list[int]:
     return values
 
 
+class MlaModule:
+    """What FlashInfer compiles of absorbed MLA for one dtype of the results, called as FlashInfer calls it.
+
+    dtypes: of queries, KV and results, which a compiled kernel takes for granted.
+    """
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        self._dtypes = dtypes
+
+    def run(
+        self,
+        _float_workspace: Any,
+        _int_workspace: Any,
+        plan: tuple[list[int], list[int]],
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        kv_indices: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        causal: bool,
+        _heads: int,
+        _page_size: int,
+        scale: float,
+        _lse_base_on_e: bool,
+        *_scales: float | None,
+    ) -> None:
+        """out: (tokens, heads, ckv) and lse: (tokens, heads), base 2, are filled. plan: offsets of queries and KV."""
+        if (found := (q_nope.dtype, ckv_cache.dtype, out.dtype)) != self._dtypes:
+            raise TypeError(f"queries, KV and results are {found}, compiled for {self._dtypes}")
+        qo, kv = plan
+        for i, (first, end) in enumerate(pairwise(qo)):
+            picked = kv_indices[kv[i] : kv[i + 1]].long()
+            latent = ckv_cache[picked]
+            query = torch.cat([q_nope[first:end], q_pe[first:end]], dim=-1)
+            key = torch.cat([latent, kpe_cache[picked]], dim=-1)
+            partial, partial_lse = attention(query, key, latent, scale, causal)
+            out[first:end] = partial.to(out.dtype)
+            if lse is not None:
+                lse[first:end] = partial_lse
+        out[qo[-1] :] = math.nan
+
+
+def load_module(_backend: str, model_dtype: torch.dtype, _lora_dim: int, _rope_dim: int) -> MlaModule:
+    """For :func:`sglang_dcp_block.attention.flashinfer_float16.load_module`."""
+    return MlaModule(model_dtype, model_dtype, torch.float16)
+
+
 class BatchMLAPagedAttentionWrapper:
     """Absorbed MLA over a pool of latent rows, page size 1."""
 
@@ -91,6 +141,8 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"{self._kv[-1]} kv_indices needed, got {kv_indices.numel()}")
         self._indices = kv_indices[: self._kv[-1]]
         self._heads, self._dims, self._causal, self._scale = num_heads, (head_dim_ckv, head_dim_kpe), causal, sm_scale
+        module = MlaModule(q_data_type, kv_data_type, q_data_type)
+        self._planned_backend = SimpleNamespace(_backend="fa2", _cached_module=module)
 
     def run(
         self,
@@ -111,15 +163,10 @@ class BatchMLAPagedAttentionWrapper:
             raise IndexError(f"kv_indices {span} leave the pool of {ckv_cache.shape[0]} rows")
         result = torch.empty_like(q_nope) if out is None else out
         lse = torch.full(q_nope.shape[:2], math.nan)
-        result[tokens:] = math.nan
-        for i in range(len(self._qo) - 1):
-            rows = slice(self._qo[i], self._qo[i + 1])
-            picked = indices[self._kv[i] : self._kv[i + 1]]
-            latent, rope = ckv_cache[picked], kpe_cache[picked]
-            query = torch.cat([q_nope[rows], q_pe[rows]], dim=-1)
-            key = torch.cat([latent, rope], dim=-1)
-            partial, lse[rows] = attention(query, key, latent, self._scale, self._causal)
-            result[rows] = partial.to(result.dtype)
+        self._planned_backend._cached_module.run(
+            *(None, None, (self._qo, self._kv), q_nope, q_pe, ckv_cache, kpe_cache, indices, result),
+            *(lse if return_lse else None, self._causal, self._heads, 1, self._scale, False, 1.0, 1.0, None),
+        )
         return (result, lse) if return_lse else result
 
 

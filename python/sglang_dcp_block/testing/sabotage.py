@@ -111,7 +111,7 @@ def _float16_partials() -> None:
     """Partial results go to the merge in float16, as they do from bfloat16 activations, which the interpreter lacks."""
     import torch
 
-    from sglang_dcp_block.attention import triton_mla
+    from sglang_dcp_block.attention import flashinfer_float16, triton_mla
 
     dtype_of = triton_mla.partial_dtype
 
@@ -120,6 +120,7 @@ def _float16_partials() -> None:
         return torch.float16
 
     triton_mla.partial_dtype = partial_dtype
+    flashinfer_float16.gains = lambda model_dtype: True
 
 
 FAULTS: dict[str, Callable[[], None]] = {
