@@ -347,7 +347,7 @@ class PrefillDecode(Stage):
             replace(p, prefill=self._ready(p.prefill, context), decode=self._ready(p.decode, context))
             for p in self.pairs
         ]
-        lengths, repeats = ((150, 1500), 1) if context.rehearse else (self.lengths, self.repeats)
+        lengths, repeats = ((65, 150), 1) if context.rehearse else (self.lengths, self.repeats)
         found = gpu_run.run_pd(
             pairs, lengths, repeats, context.vocab, context.model, context.work / "pd", context.deadline, context.say,
             context.wait_quiet, lambda found: context.save(self._judged(found)),
