@@ -301,7 +301,7 @@ SHIMS: tuple[Shim, ...] = (
         "model",
         "sglang_dcp_block.attention.mla_decode",
         "_join_shape",
-        _constant(lambda *_sizes: (4, 1)),
+        _constant(lambda *_sizes: (4, 1, 4)),
         "the interpreter runs programs one after another: a GPU's 32 for each request and layer take seconds a token",
     ),
     Shim(
