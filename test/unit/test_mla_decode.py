@@ -127,7 +127,7 @@ def pieces(lens: list[int], workers: int, slots: int = 1 << 20) -> list[tuple[in
     """(request, low, high, slot) of every piece of a plan, checked to cover each row once."""
     starts = [0, *itertools.accumulate(lens)]
     plan = plan_pieces(torch.tensor(starts, dtype=torch.int32), workers, slots)
-    count, joined, arrivals = plan.counts.tolist()
+    count, joined = plan.counts.tolist()
     found = [tuple(piece) for piece in plan.work[:count].tolist()]
     joins = {request: (slot, pieces) for request, slot, pieces, _ in plan.joins[:joined].tolist()}
     assert [row for _, low, high, _ in found for row in range(low, high)] == list(range(sum(lens)))
@@ -139,7 +139,7 @@ def pieces(lens: list[int], workers: int, slots: int = 1 << 20) -> list[tuple[in
         assert all((low - start) % PIECE_ROWS == 0 for _, low, _, _ in mine)
         assert [p[3] for p in mine] == ([-1] if count == 1 else list(range(slot, slot + count)))
         used += [p[3] for p in mine if p[3] >= 0]
-    assert not joins and arrivals == 0
+    assert not joins
     assert len(used) == len(set(used)) and all(slot < plan.slots for slot in used)
     return found
 
@@ -229,6 +229,6 @@ def test_only_decode_steps_are_planned(monkeypatch) -> None:
     assert backend.dcp_block_plan is None
     triton_mla.plan_decode(lambda *args: sized.append(args), backend, "splits", local, "uneven")
     assert sized == [(backend, "splits", local, "uneven")]
-    assert backend.dcp_block_plan.counts.tolist() == [2, 0, 0]
+    assert backend.dcp_block_plan.counts.tolist() == [2, 0]
     build()
     assert backend.dcp_block_plan is None, "the plan of another step was kept"

@@ -6,7 +6,7 @@ those programs are empty, and the others are bound by rereading. Here the work i
 
 - the rows of all requests are cut into pieces that keep every multiprocessor equally busy (:func:`plan_pieces`);
 - as many programs as the GPU holds take the pieces in turns, up to 64 heads at a time;
-- a request of one piece is finished at once; the pieces of others are joined afterwards (flash-decoding);
+- a request of one piece is finished at once; the pieces of others are joined by a second kernel (flash-decoding);
 - a request without rows on this rank gives out = 0 and lse = -inf.
 
 Grids follow from shapes alone, so a CUDA graph may hold every launch. On Hopper, 16-bit KV goes through the kernel of
@@ -104,7 +104,6 @@ def _plan_kernel(
     joined = inside & (pieces != 1)
     tl.store(counts, tl.sum(pieces, 0))
     tl.store(counts + 1, tl.sum(joined.to(tl.int32), 0))
-    tl.store(counts + 2, 0)
     join = joins + 4 * (tl.cumsum(joined.to(tl.int32), 0) - 1)
     tl.store(join, i, mask=joined)
     tl.store(join + 1, slot, mask=joined)
@@ -276,11 +275,10 @@ def worker_count(device: torch.device, heads: int, kv_dtype: torch.dtype) -> int
 class Plan(NamedTuple):
     """Pieces of one batch, on the device.
 
-    counts: (3,) int32: pieces; requests of no piece or of several; 0, with which the Hopper kernel counts the programs
-    that have stored theirs. joins: (n, 4) int32: each of those requests, its first slot of the scratch, its number of
-    pieces, and a column that is unset (``work`` begins at 16 bytes). work: (most, 4) int32: request, first and end
-    index into ``kv_indices``, slot (-1: the only piece of its request). slots: pieces that the scratch must have
-    room for. workers: programs that share the pieces.
+    counts: (2,) int32: pieces; requests of no piece or of several. joins: (n, 4) int32: each of those requests, its
+    first slot of the scratch, its number of pieces, and a column that is unset (``work`` begins at 16 bytes). work:
+    (most, 4) int32: request, first and end index into ``kv_indices``, slot (-1: the only piece of its request). slots:
+    pieces that the scratch must have room for. workers: programs that share the pieces.
     """
 
     counts: torch.Tensor
@@ -309,7 +307,7 @@ def plan_pieces(kv_indptr: torch.Tensor, workers: int, slots: int, buffer: torch
     most = max(n, slots)
     if buffer is None:
         buffer = torch.empty(plan_size(n, workers), dtype=torch.int32, device=kv_indptr.device)
-    counts, joins = buffer[:3], buffer[4 : 4 + 4 * n].view(n, 4)
+    counts, joins = buffer[:2], buffer[4 : 4 + 4 * n].view(n, 4)
     work = buffer[4 + 4 * n : 4 + 4 * n + 4 * most].view(most, 4)
     requests = triton.next_power_of_2(n)
     _plan_kernel[(1,)](
@@ -373,26 +371,26 @@ def mla_decode(
     strides = (*q_nope.stride()[:2], *q_rope.stride()[:2], kv.stride(0), *out.stride()[:2], lse.stride(0))
     rope = q_rope.shape[-1]
     if mla_decode_hopper.takes(kv.device, kv.dtype) and (dim, rope, q_nope.dtype) == (512, 64, kv.dtype):
-        mla_decode_hopper.attend(kv, *tensors, plan.joins, *results, scale * _LOG2E, strides, plan.workers, run)
-        return
-    shape = _shape(heads)
-    _attend_kernel[(triton.cdiv(heads, shape.heads), plan.workers)](
-        q_nope,
-        q_rope,
-        kv,
-        *tensors[2:],
-        *results,
-        scale * _LOG2E,
-        heads,
-        *strides,
-        DIM=dim,
-        ROPE=rope,
-        HEADS=shape.heads,
-        ROWS=shape.rows,
-        STAGES=shape.stages,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+        mla_decode_hopper.attend(kv, *tensors, *results, scale * _LOG2E, strides, plan.workers, run)
+    else:
+        shape = _shape(heads)
+        _attend_kernel[(triton.cdiv(heads, shape.heads), plan.workers)](
+            q_nope,
+            q_rope,
+            kv,
+            *tensors[2:],
+            *results,
+            scale * _LOG2E,
+            heads,
+            *strides,
+            DIM=dim,
+            ROPE=rope,
+            HEADS=shape.heads,
+            ROWS=shape.rows,
+            STAGES=shape.stages,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
     join_heads, shares, pieces = _join_shape(n, plan.workers)
     _join_kernel[(n, triton.cdiv(heads, join_heads), shares)](
         *results,

@@ -25,10 +25,6 @@ taken     once per step              right               they are used: left may
 
 A step is a tile, or the division by the sums after an item's last tile. The taken of that division comes after right
 has stored its half: only then may left put the next item's queries where the result was staged.
-
-If any request is cut, left and right of every program then meet at a counter in memory, and join the pieces, each its
-own half of the columns. A second kernel for that took 2 us longer where nothing is cut, and as long where something is
-(H200).
 """
 
 from __future__ import annotations
@@ -52,7 +48,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # Triton 3.6 and 3.8 name it differently.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-_LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 #: Query heads and rows of a tile.
 HEADS = 64
@@ -127,7 +122,7 @@ def _copy_role(
     stride_kv,
     kv_indices,
     work,
-    counts,
+    count,
     latents,
     keys,
     full,
@@ -139,7 +134,7 @@ def _copy_role(
     tiles = 0
     # The first item is read before it is known to exist: one round trip to memory less.
     _, low, high, _ = _item(work, gl.program_id(1))
-    items = gl.load(counts)
+    items = gl.load(count)
     for item in range(gl.program_id(1), items, gl.num_programs(1)):
         if PAGES:
             row = gl.load(kv_indices + low).to(gl.int32)
@@ -231,110 +226,10 @@ def _store_result(
         _store_half(acc, staging, partial_out + slot.to(gl.int64) * heads * DIM, DIM, head0, heads, DIM, FIRST)
 
 
-# -- joining -----------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _join_entry(joins, entry):
-    joins += 4 * entry
-    return gl.load(joins), gl.load(joins + 1), gl.load(joins + 2)
-
-
-@gluon.jit
-def _await_everyone(arrivals):
-    """Until left and right of every program have stored their pieces.
-
-    The launch is cooperative, so all programs are resident. ``arrivals`` is 0 or a multiple of a launch's arrivals when
-    a launch begins, and when it ends.
-    """
-    everyone = 2 * gl.num_programs(0) * gl.num_programs(1)
-    _barrier()  # every warp of this role has stored its share
-    arrived = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
-    last = gl.cdiv(arrived, everyone) * everyone
-    while arrived < last:
-        arrived = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
-
-
-@gluon.jit
-def _join_half(
-    counts,
-    joins,
-    partial_out,
-    partial_lse,
-    out,
-    lse,
-    heads,
-    stride_on,
-    stride_oh,
-    stride_ln,
-    DIM: gl.constexpr,
-    HEADS: gl.constexpr,
-    FIRST: gl.constexpr,
-    JOIN_HEADS: gl.constexpr,
-    JOIN_PIECES: gl.constexpr,
-):
-    """Columns FIRST .. FIRST + 255 of every request that was cut or has no row; left's columns bring the LSE along.
-
-    The programs share the requests' heads, JOIN_HEADS at a time.
-    """
-    COLUMNS: gl.constexpr = DIM // 2
-    # A thread has all pieces of its columns, so that threads exchange nothing.
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, JOIN_PIECES, 4 if JOIN_HEADS > 1 else 2], [1, 1, 32], [2, 1, 2] if JOIN_HEADS > 1 else [1, 1, 4], [2, 1, 0]
-    )
-    LSES: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    RESULT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    head0 = gl.program_id(0) * HEADS
-    groups = gl.cdiv(gl.minimum(heads - head0, HEADS), JOIN_HEADS)
-    request, slot, pieces = _join_entry(joins, gl.program_id(1) // groups)
-    shares = gl.load(counts + 1) * groups
-    if shares > 0:
-        _await_everyone(counts + 2)
-        for share in range(gl.program_id(1), shares, gl.num_programs(1)):
-            head = head0 + (share % groups) * JOIN_HEADS
-            h = head + gl.arange(0, JOIN_HEADS, gl.SliceLayout(1, LSES))
-            i = gl.arange(0, JOIN_PIECES, gl.SliceLayout(0, LSES))
-            d = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, RESULT))
-            first = slot.to(gl.int64) * heads
-            peak = gl.full([JOIN_HEADS], -float("inf"), gl.float32, gl.SliceLayout(1, LSES))
-            total = gl.zeros([JOIN_HEADS], gl.float32, gl.SliceLayout(1, LSES))
-            acc = gl.zeros([JOIN_HEADS, COLUMNS], gl.float32, RESULT)
-            for start in range(0, pieces, JOIN_PIECES):
-                real = (h < heads)[:, None] & (start + i < pieces)[None, :]
-                at = h[:, None] + (start + i)[None, :] * heads
-                # Not from the multiprocessor's own cache: other programs have written this.
-                part = gl.load(
-                    partial_out + first * DIM + (at[:, :, None] * DIM + d[None, :][:, None, :]),
-                    mask=real[:, :, None],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                part_lse = gl.load(partial_lse + first + at, mask=real, other=-float("inf"), cache_modifier=".cg")
-                new_peak = gl.maximum(peak, gl.max(part_lse, 1))
-                shrink = gl.exp2((peak - new_peak) * _LOG2E)
-                weight = gl.exp2((part_lse - new_peak[:, None]) * _LOG2E)
-                total = total * shrink + gl.sum(weight, 1)
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
-                acc += gl.sum(part * weight[:, :, None], 1)
-                peak = new_peak
-            some = pieces > 0  # none: no row of this request lies here
-            total = gl.where((h < heads) & some, total, 1.0)
-            inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, RESULT))
-            n = request.to(gl.int64)
-            out_h = head + gl.arange(0, JOIN_HEADS, gl.SliceLayout(1, RESULT))
-            to = out + n * stride_on + out_h[:, None] * stride_oh + d[None, :]
-            gl.store(to, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=(out_h < heads)[:, None])
-            if FIRST == 0:
-                joined = gl.where(some, peak + gl.log2(total) * _LN2, -float("inf"))
-                gl.store(lse + n * stride_ln + h, joined, mask=h < heads)
-            entry = gl.minimum(share + gl.num_programs(1), shares - 1) // groups
-            request, slot, pieces = _join_entry(joins, entry)
-
-
 @gluon.jit
 def _right_role(
     work,
-    counts,
+    count,
     nope,
     latents,
     weights,
@@ -343,27 +238,21 @@ def _right_role(
     empty,
     ready,
     taken,
-    joins,
     out,
-    lse,
-    partial_out,
-    partial_lse,
-    heads,
     stride_on,
     stride_oh,
-    stride_ln,
+    partial_out,
+    heads,
     DIM: gl.constexpr,
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
-    JOIN_HEADS: gl.constexpr,
-    JOIN_PIECES: gl.constexpr,
 ):
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
     head0 = gl.program_id(0) * HEADS
     tiles = 0
     steps = 0
     request, low, high, slot = _item(work, gl.program_id(1))
-    items = gl.load(counts)
+    items = gl.load(count)
     for item in range(gl.program_id(1), items, gl.num_programs(1)):
         acc = gl.zeros([HEADS, DIM // 2], gl.float32, ACC)
         rows = high - low
@@ -390,23 +279,6 @@ def _right_role(
         mbarrier.arrive(taken, count=1)
         steps += 1
         request, low, high, slot = _item(work, gl.minimum(item + gl.num_programs(1), items - 1))
-    _join_half(
-        counts,
-        joins,
-        partial_out,
-        partial_lse,
-        out,
-        lse,
-        heads,
-        stride_on,
-        stride_oh,
-        stride_ln,
-        DIM,
-        HEADS,
-        DIM // 2,
-        JOIN_HEADS,
-        JOIN_PIECES,
-    )
 
 
 @gluon.jit
@@ -414,7 +286,7 @@ def _left_role(
     q_nope,
     q_rope,
     work,
-    counts,
+    count,
     nope,
     rope,
     latents,
@@ -425,7 +297,6 @@ def _left_role(
     empty,
     ready,
     taken,
-    joins,
     out,
     lse,
     partial_out,
@@ -444,8 +315,6 @@ def _left_role(
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     PAGES: gl.constexpr,
-    JOIN_HEADS: gl.constexpr,
-    JOIN_PIECES: gl.constexpr,
 ):
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
@@ -457,7 +326,7 @@ def _left_role(
     tiles = 0
     steps = 0
     request, low, high, slot = _item(work, gl.program_id(1))
-    items = gl.load(counts)
+    items = gl.load(count)
     for item in range(gl.program_id(1), items, gl.num_programs(1)):
         n = request.to(gl.int64)
         h = head0 + gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))
@@ -534,23 +403,6 @@ def _left_role(
         else:
             gl.store(partial_lse + slot.to(gl.int64) * heads + lse_h, joined, mask=lse_h < heads)
         request, low, high, slot = _item(work, gl.minimum(item + gl.num_programs(1), items - 1))
-    _join_half(
-        counts,
-        joins,
-        partial_out,
-        partial_lse,
-        out,
-        lse,
-        heads,
-        stride_on,
-        stride_oh,
-        stride_ln,
-        DIM,
-        HEADS,
-        0,
-        JOIN_HEADS,
-        JOIN_PIECES,
-    )
 
 
 @gluon.jit
@@ -562,8 +414,7 @@ def _attend_kernel(
     q_rope,
     kv_indices,
     work,
-    counts,
-    joins,
+    count,
     partial_out,
     partial_lse,
     out,
@@ -583,8 +434,6 @@ def _attend_kernel(
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     PAGES: gl.constexpr,
-    JOIN_HEADS: gl.constexpr,
-    JOIN_PIECES: gl.constexpr,
 ):
     dtype: gl.constexpr = kv.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -613,7 +462,7 @@ def _attend_kernel(
                     q_nope,
                     q_rope,
                     work,
-                    counts,
+                    count,
                     nope,
                     rope,
                     latents,
@@ -624,7 +473,6 @@ def _attend_kernel(
                     empty,
                     ready,
                     taken,
-                    joins,
                     out,
                     lse,
                     partial_out,
@@ -643,15 +491,13 @@ def _attend_kernel(
                     HEADS,
                     ROWS,
                     PAGES,
-                    JOIN_HEADS,
-                    JOIN_PIECES,
                 ),
             ),
             (
                 _right_role,
                 (
                     work,
-                    counts,
+                    count,
                     nope,
                     latents,
                     weights,
@@ -660,20 +506,14 @@ def _attend_kernel(
                     empty,
                     ready,
                     taken,
-                    joins,
                     out,
-                    lse,
-                    partial_out,
-                    partial_lse,
-                    heads,
                     stride_on,
                     stride_oh,
-                    stride_ln,
+                    partial_out,
+                    heads,
                     DIM,
                     HEADS,
                     ROWS,
-                    JOIN_HEADS,
-                    JOIN_PIECES,
                 ),
             ),
             (
@@ -685,7 +525,7 @@ def _attend_kernel(
                     stride_kv,
                     kv_indices,
                     work,
-                    counts,
+                    count,
                     latents,
                     keys,
                     full,
@@ -700,21 +540,13 @@ def _attend_kernel(
     )
 
 
-def _join_shape(requests: int, heads: int, workers: int) -> tuple[int, int]:
-    """Heads and pieces of a request that one role of a program joins at once."""
-    # So many heads that all programs have some, and few rounds: 8 x 8 is what the registers hold.
-    join_heads = min(8, triton.next_power_of_2(triton.cdiv(requests * min(heads, HEADS), workers)))
-    return join_heads, max(8, 32 // join_heads)
-
-
 def attend(
     kv: torch.Tensor,
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     kv_indices: torch.Tensor,
     work: torch.Tensor,
-    counts: torch.Tensor,
-    joins: torch.Tensor,
+    count: torch.Tensor,
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     out: torch.Tensor,
@@ -724,12 +556,11 @@ def attend(
     workers: int,
     run: int,
 ) -> None:
-    """All pieces of a plan, joined, into ``out`` and ``lse``. Arguments as in :func:`mla_decode` and :class:`Plan`."""
+    """Every piece of the plan, into ``out`` and ``lse`` or into the scratch. Arguments as in :func:`mla_decode`."""
     heads, dim = out.shape[1:]
     rope = q_rope.shape[-1]
     tile = gl.NVMMASharedLayout(128, 16, 2)
     shape, stride = [kv.shape[0], dim + rope], [kv.stride(0), 1]
-    join_heads, join_pieces = _join_shape(out.shape[0], heads, workers)
     _attend_kernel[(triton.cdiv(heads, HEADS), workers)](
         TensorDescriptor(kv, shape, stride, [ROWS, dim], tile),
         TensorDescriptor(kv, shape, stride, [ROWS, rope], tile),
@@ -738,8 +569,7 @@ def attend(
         q_rope,
         kv_indices,
         work,
-        counts,
-        joins,
+        count,
         partial_out,
         partial_lse,
         out,
@@ -752,8 +582,5 @@ def attend(
         HEADS=HEADS,
         ROWS=ROWS,
         PAGES=run % ROWS == 0,
-        JOIN_HEADS=join_heads,
-        JOIN_PIECES=join_pieces,
         num_warps=4,
-        launch_cooperative_grid=True,  # programs wait for each other: where they don't all fit, an error, not a hang
     )
