@@ -69,7 +69,8 @@ def audit() -> Stage:
 
 def kinds() -> Stage:
     """Both merges and backends beside FP8 KV and rotation. FP8 on Triton is judged by FlashInfer's DCP1: SGLang's own
-    Triton kernels round queries and softmax weights to FP8 too, this project's don't."""
+    Triton kernels round queries and softmax weights to FP8 too, this project's don't. ``fi-fp8-tp1`` is no DCP either:
+    what another sum in bf16 makes of an answer where rows are rounded to FP8."""
     small = replace(DCP1, max_tokens=40_960, context=40_000, chunked=4096)
     two = replace(small, dcp=2)
     # One chunk: with FP8 KV, FlashInfer reads the new tokens of a further one as FP8, and Triton as computed.
@@ -79,6 +80,7 @@ def kinds() -> Stage:
     others = [
         (replace(two, name="tri-fp8-b64", block=64, **fp8), "fi-fp8-dcp1"),
         (replace(two, name="fi-fp8-b64", block=64, backend="flashinfer", **fp8), "fi-fp8-dcp1"),
+        (replace(eight[1], name="fi-fp8-tp1", tp=1), "fi-fp8-dcp1"),
         (replace(two, name="tri-b64-rotated", block=64, extra={"dcp_rotate": True}), "tri-dcp1"),
         *with_blocks(two, (64, 1)),
         *with_blocks(replace(two, comm="ag_rs"), (64, 1), "-agrs"),

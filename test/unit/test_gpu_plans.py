@@ -39,10 +39,11 @@ def test_every_layout_is_tried() -> None:
 
 def test_kinds_are_merges_fp8_and_rotation_on_what_runs_them() -> None:
     stage = two_gpus.kinds()
-    kinds = {(e.backend, e.block, e.comm, *sorted(e.extra)) for e, _ in stage.others}
+    kinds = {(e.backend, e.block, e.comm, *sorted(e.extra)) for e, _ in stage.others if e.dcp > 1}
     merges = {(b, block, c) for b in ("triton", "flashinfer") for block in (1, 64) for c in ("a2a", "ag_rs")}
     fp8 = {(b, 64, "a2a", "kv_cache_dtype") for b in ("triton", "flashinfer")}
     assert kinds == merges | fp8 | {("triton", 64, "a2a", "dcp_rotate")}
+    assert [e.name for e, _ in stage.others if e.dcp == 1] == ["fi-fp8-tp1"]
     references = {e.name: e for e in stage.references}
     for engine, name in stage.others:  # FP8 rows are compared with FP8 rows
         assert references[name].extra.get("kv_cache_dtype") == engine.extra.get("kv_cache_dtype")
