@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -188,16 +189,20 @@ def test_every_eager_plan_gets_it_and_a_replay_keeps_it(modules, one_rank) -> No
 
 
 def test_nothing_to_gain_nothing_done(modules, monkeypatch) -> None:
-    monkeypatch.setattr(flashinfer_float16, "load_module", None)
+    monkeypatch.setattr(flashinfer_float16, "module_on_all_ranks", functools.cache(lambda *_: pytest.fail("loaded")))
     for dtype in (F16, torch.float32):
         wrapper = SimpleNamespace(_planned_backend=SimpleNamespace(_backend="fa3", _cached_module=object()))
         before = wrapper._planned_backend._cached_module
         flashinfer_float16.use_float16(wrapper, dtype, LORA, ROPE)
         assert wrapper._planned_backend._cached_module is before
+        out = torch.zeros(1, dtype=dtype)
+        assert flashinfer_float16.partial_result(wrapper, out) is out
+
+
+def test_a_plan_without_a_float16_module_stops_the_server(one_rank) -> None:
     other = SimpleNamespace(_planned_backend=SimpleNamespace(_backend="trtllm-gen"))
-    flashinfer_float16.use_float16(other, BF16, LORA, ROPE)
-    out = torch.zeros(1)
-    assert flashinfer_float16.partial_result(other, out) is out
+    with pytest.raises(RuntimeError, match="planned trtllm-gen"):
+        flashinfer_float16.use_float16(other, BF16, LORA, ROPE)
 
 
 def test_without_the_module_results_stay_in_bfloat16(modules, one_rank, monkeypatch, caplog) -> None:
@@ -239,11 +244,11 @@ def test_only_the_flashinfer_that_this_is_written_for(modules, monkeypatch) -> N
     assert hooks.source_hash(_BatchMLAGeneratedFaMechanics._run_generated_fa) == flashinfer_float16._RUN_HASH
     assert flashinfer_float16.load_module("fa3", BF16, LORA, ROPE)._dtypes == (BF16, BF16, F16)
     monkeypatch.setattr(flashinfer_float16, "_RUN_HASH", "0123456789abcdef")
-    with pytest.raises(RuntimeError, match="calls its modules in another way"):
+    with pytest.raises(hooks.HookError, match="_run_generated_fa has changed"):
         flashinfer_float16.load_module("fa3", BF16, LORA, ROPE)
     monkeypatch.setattr(flashinfer, "__version__", "0.7.3")
-    with pytest.raises(RuntimeError, match=r"flashinfer 0\.7\.3 is installed, not 0\.7\.2"):
-        flashinfer_float16.load_module("fa3", BF16, LORA, ROPE)
+    with pytest.raises(hooks.HookError, match=r"flashinfer 0\.7\.3 is installed, not 0\.7\.2"):
+        flashinfer_float16.module_on_all_ranks("fa3", BF16, LORA, ROPE)  # not taken for a missing compiler
 
 
 def test_a_plan_is_the_same_for_either_module() -> None:
@@ -256,7 +261,8 @@ def test_a_plan_is_the_same_for_either_module() -> None:
     for name in ("batch_mla_plan.cu", "batch_mla_sm90_plan.cu"):
         assert "DTypeO" not in (data / "csrc" / name).read_text()
     scheduler = (data / "include/flashinfer/attention/scheduler.cuh").read_text()
-    assert "sizeof_dtype_o = 2;" in scheduler[scheduler.index("cudaError_t MLAPlan(") :]
+    function = scheduler[scheduler.index("cudaError_t MLAPlan(") :]
+    assert "sizeof_dtype_o = 2;" in function[: function.index("\n}")]
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -5,8 +5,8 @@ pieces of a request that they cut. FlashInfer's wrapper asks for no other than t
 as all of them have 16 bits. So a wrapper is planned as ever, and where it would run the module for bfloat16 results,
 :class:`Float16Results` runs the one for float16.
 
-Where that module can't be had on some rank of a DCP group (no compiler, another FlashInfer), partial results stay in
-bfloat16 on all of them, and the log says so.
+Where that module can't be compiled on some rank of a DCP group, partial results stay in bfloat16 on all of them, and
+the log says so. Another FlashInfer stops the server, as another SGLang does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _OUT, _LSE = 8, 9
 class Float16Results:
     """FlashInfer's compiled module for one wrapper, with the module for float16 results in its place at every run.
 
-    A run without an LSE goes to no merge: it is left to the module that the wrapper was planned with.
+    A run without an LSE goes to no merge (a group that idles under DP attention): it is left to the module that the
+    wrapper was planned with.
     """
 
     def __init__(self, planned: Any, float16: Any) -> None:
@@ -65,16 +66,23 @@ def load_module(backend: str, model_dtype: torch.dtype, lora_dim: int, rope_dim:
         backend: "fa2" or "fa3".
 
     Raises:
-        RuntimeError: another FlashInfer is installed. And whatever FlashInfer raises when it can't compile.
+        HookError: another FlashInfer is installed. And whatever FlashInfer raises when it can't compile.
     """
     import flashinfer
+
+    if flashinfer.__version__ != FLASHINFER_VERSION:
+        raise hooks.HookError(
+            f"sglang-dcp-block: flashinfer {flashinfer.__version__} is installed, not {FLASHINFER_VERSION}: "
+            f"install flashinfer-python=={FLASHINFER_VERSION}, which this SGLang asks for."
+        )
     from flashinfer.jit import gen_batch_mla_module
     from flashinfer.mla._batch_mla._backends._fa_common import _BatchMLAGeneratedFaMechanics
 
-    if flashinfer.__version__ != FLASHINFER_VERSION:
-        raise RuntimeError(f"flashinfer {flashinfer.__version__} is installed, not {FLASHINFER_VERSION}")
     if hooks.source_hash(_BatchMLAGeneratedFaMechanics._run_generated_fa) != _RUN_HASH:
-        raise RuntimeError("flashinfer calls its modules in another way than expected")
+        raise hooks.HookError(
+            "sglang-dcp-block: flashinfer's _run_generated_fa has changed: reinstall "
+            f"flashinfer-python=={FLASHINFER_VERSION}."
+        )
     dtypes = (model_dtype, model_dtype, torch.float16, torch.int32)  # queries, KV, results, indices
     return gen_batch_mla_module(backend, *dtypes, lora_dim, rope_dim, False).build_and_load()
 
@@ -94,7 +102,8 @@ def over_dcp_group(mine: str) -> list[str]:
 def module_on_all_ranks(backend: str, model_dtype: torch.dtype, lora_dim: int, rope_dim: int) -> Any | None:
     """:func:`load_module`, or None where a rank of the DCP group can't have it: a merge takes one dtype from all.
 
-    Called by all ranks at once, with the first plan of a decode; says in the log which it is.
+    Called by all ranks at once, with the first plan of a decode: before a CUDA graph is captured, or in the warm-up
+    request. Says in the log which it is. A rank that raised would leave the others waiting.
     """
     module, problem = None, ""
     try:
@@ -123,10 +132,16 @@ def use_float16(wrapper: Any, model_dtype: torch.dtype, lora_dim: int, rope_dim:
 
     Args:
         wrapper: FlashInfer's BatchMLAPagedAttentionWrapper. Only its FA2 and FA3 backends have such a module.
+
+    Raises:
+        RuntimeError: it was planned for another. None takes queries and KV as SGLang gives them, in two tensors each;
+            if one did on some ranks, the merge would take bfloat16 for float16.
     """
-    planned = wrapper._planned_backend
-    if not gains(model_dtype) or planned._backend not in ("fa2", "fa3"):
+    if not gains(model_dtype):
         return
+    planned = wrapper._planned_backend
+    if planned._backend not in ("fa2", "fa3"):
+        raise RuntimeError(f"FlashInfer planned {planned._backend} for MLA decode, which has no float16 results")
     if isinstance(planned._cached_module, Float16Results):
         return
     module = module_on_all_ranks(planned._backend, model_dtype, lora_dim, rope_dim)
@@ -137,7 +152,7 @@ def use_float16(wrapper: Any, model_dtype: torch.dtype, lora_dim: int, rope_dim:
 
 def partial_result(wrapper: Any, out: torch.Tensor) -> torch.Tensor:
     """What goes to the merge of a run that was given ``out``: its float16 results, or ``out`` itself."""
-    module = getattr(wrapper._planned_backend, "_cached_module", None)
+    module = wrapper._planned_backend._cached_module
     if not isinstance(module, Float16Results):
         return out
     partial = module.take().view(out.shape)

@@ -36,7 +36,7 @@ _ROUNDS: tl.constexpr = tl.constexpr(4)
 _PIECE_COST: tl.constexpr = tl.constexpr(1.5)
 #: If any request is cut: the pieces' results are joined, ...
 _JOIN_COST: tl.constexpr = tl.constexpr(2.5)
-#: ... and for each of these pieces that a program has: its result is written in float32 and read again.
+#: ... and for each of these pieces that a program has on average: its result is written in float32 and read again.
 _PART_COST: tl.constexpr = tl.constexpr(2.75)
 
 
@@ -60,7 +60,7 @@ _SHAPES = (
 
 @triton.jit
 def _piece_tiles(tiles, workers, slots):
-    """Tiles of the largest piece: of 32 ways to cut, the one whose last program is expected to finish first."""
+    """Tiles of the largest piece: of 32 ways to cut, the cheapest by the costs above, and the coarsest of equals."""
     way = tl.arange(0, 32)
     most = tl.max(tiles, 0)
     total = tl.maximum(tl.sum(tiles, 0), 1)
@@ -257,7 +257,7 @@ def _shape(heads: int) -> _Shape:
 
 def _join_shape(requests: int, workers: int) -> tuple[int, int, int]:
     """Heads of one program of the join, programs that share these heads' columns, and pieces taken at a time."""
-    # As many pieces as a request has where all are alike, so that its loads don't wait for each other.
+    # As many pieces as a request has where all are alike and each program has one: loads don't wait for each other.
     pieces = min(32, max(4, triton.next_power_of_2(workers // requests + 1) // 2))
     return max(1, 16 // pieces), max(1, pieces // 16), pieces
 
@@ -276,9 +276,9 @@ class Plan(NamedTuple):
     """Pieces of one batch, on the device.
 
     counts: (2,) int32: pieces; requests of no piece or of several. joins: (n, 4) int32: each of those requests, its
-    first slot of the scratch, its number of pieces, and a column that is unset (``work`` begins at 16 bytes). work:
-    (most, 4) int32: request, first and end index into ``kv_indices``, slot (-1: the only piece of its request). slots:
-    pieces that the scratch must have room for. workers: programs that share the pieces.
+    first slot of the scratch, its number of pieces, and an unset column that keeps ``work`` at a multiple of 16 bytes.
+    work: (most, 4) int32: request, first and end index into ``kv_indices``, slot (-1: the only piece of its request).
+    slots: pieces that the scratch must have room for. workers: programs that share the pieces.
     """
 
     counts: torch.Tensor
@@ -289,7 +289,10 @@ class Plan(NamedTuple):
 
 
 def plan_size(requests: int, workers: int) -> int:
-    """int32 elements of the buffer that :func:`plan_pieces` needs for at most so many requests."""
+    """int32 elements of the buffer that :func:`plan_pieces` needs for at most so many requests.
+
+    Every program may read the entry of ``work`` at its own number, whether there is such a piece or not.
+    """
     return 4 + 4 * requests + 4 * max(requests, _ROUNDS.value * workers)
 
 

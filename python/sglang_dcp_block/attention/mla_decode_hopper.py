@@ -256,8 +256,8 @@ def _right_role(
     for item in range(gl.program_id(1), items, gl.num_programs(1)):
         acc = gl.zeros([HEADS, DIM // 2], gl.float32, ACC)
         rows = high - low
-        # Not range(low, high, ROWS): where only a nested loop reads its bounds, Triton 3.6 takes the first item's for
-        # all items. The other roles read them elsewhere too, and there the loops get each item's.
+        # Not range(low, high, ROWS): Triton 3.6 doesn't carry from item to item what only bounds a nested loop, so all
+        # items would get the first one's. The other roles read their bounds elsewhere too, which keeps them: let it.
         while rows > 0:
             rows -= ROWS
             now = tiles & 1
@@ -375,7 +375,8 @@ def _left_role(
         tiles += 1
         latent = latents.index(now)
         if PAGES and last < ROWS:
-            # The page's other rows are anybody's, and 0 * NaN is NaN. Right reads the tile after _softmax's ready.
+            # The page's other rows are anybody's, and 0 * NaN is NaN. Right reads the tile after _softmax's ready. A
+            # slower warp may still read these rows for its scores: those columns are masked below.
             i = gl.arange(0, ROWS, gl.SliceLayout(1, NARROW))
             for part in gl.static_range(0, DIM, 64):
                 some = latent.slice(part, 64, 1)
