@@ -52,10 +52,6 @@ ONE_KV_HEAD = TinyGqa(
 )  # fmt: skip
 #: DeepSeek-V3's attention: 128 heads.
 V3 = replace(V2_LITE, heads=128, hidden=2048, intermediate=4096)
-
-
-#: Free tokens that a pool must have beside the longest prompt: new tokens, and whole virtual pages of any block.
-POOL_MARGIN = 1024
 PD_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 #: A decode server that takes KV for granted, for timing: see testing/preload.py.
 TIMED = {
@@ -570,16 +566,12 @@ def run_jobs(
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode server. against: the pair whose total times its own are divided by.
-
-    worn: prefill's free pages are cut into short runs before each round.
-    """
+    """A prefill and a decode server. against: the pair whose total times its own are divided by."""
 
     name: str
     prefill: Engine
     decode: Engine
     against: str = ""
-    worn: bool = False
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
@@ -646,6 +638,10 @@ class Server:
         return [e for e in events if since <= e["at"] <= until]
 
 
+#: Free tokens that a pool must have beside the longest prompt: new tokens, and whole virtual pages of any block.
+POOL_MARGIN = 1024
+
+
 def pool_complaint(mode: str, pool: int, longest: int) -> str:
     """Why a prompt of ``longest`` tokens doesn't fit in a pool of ``pool`` tokens over all ranks, or ""."""
     if pool >= longest + POOL_MARGIN:
@@ -657,13 +653,20 @@ def pool_complaint(mode: str, pool: int, longest: int) -> str:
 
 
 class RunningPair:
+    """A started pair. pools: tokens that each server's pool holds, by mode, known once it is ready."""
+
     _room = 1000
 
     def __init__(self, pair: Pair, model: Path, work: Path) -> None:
-        self.pair, self.bootstrap_port = pair, free_port()
+        self.bootstrap_port, self.pools = free_port(), dict[str, int]()
         folder = work / pair.name
         self.prefill = Server(pair.prefill, "prefill", model, folder, self.bootstrap_port)
         self.decode = Server(pair.decode, "decode", model, folder, self.bootstrap_port)
+
+    def wait_ready(self, deadline: float) -> None:
+        for server in (self.prefill, self.decode):
+            server.wait_ready(deadline)
+        self.pools = {"prefill": self.prefill.pool(), "decode": self.decode.pool()}
 
     def ask(self, ids: list[int], new_tokens: int, timeout: float = 120.0) -> tuple[dict[str, Any], dict[str, Any]]:
         """Decode's answer, and what the request cost."""
@@ -706,30 +709,7 @@ class RunningPair:
 
     def too_small(self, longest: int) -> str:
         """Why prompts of ``longest`` tokens don't fit in both pools, or ""."""
-        return pool_complaint("prefill", self.prefill.pool(), longest) or pool_complaint(
-            "decode", self.decode.pool(), longest
-        )
-
-    def wear(self, first: bool, vocab: int, timeout: float) -> None:
-        """Fill prefill's radix cache with prompts of 7 pages and let it keep every second one longest.
-
-        The others are evicted first, so free pages come in runs of about 7. first: the cache is empty.
-        """
-        from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-
-        length = 7 * self.pair.prefill.page
-        prompts = random_prompts([length] * (self.prefill.pool() // length), 7, vocab)
-        for asked in (prompts, prompts[::2])[0 if first else 1 :]:
-            self.prefill.post(
-                {
-                    "input_ids": asked,
-                    "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
-                    "bootstrap_host": [FAKE_BOOTSTRAP_HOST] * len(asked),
-                    "bootstrap_port": [None] * len(asked),
-                    "bootstrap_room": list(range(len(asked))),
-                },
-                timeout,
-            )
+        return next(filter(None, (pool_complaint(mode, pool, longest) for mode, pool in self.pools.items())), "")
 
     def _prefill(self, body: dict[str, Any], timeout: float) -> None:
         with contextlib.suppress(Exception):  # decode's answer tells
@@ -769,10 +749,9 @@ def run_pd(
             running[pair.name] = RunningPair(pair, model, work)
         for name, pair in list(running.items()):
             try:
-                pair.prefill.wait_ready(deadline - 30)
-                pair.decode.wait_ready(deadline - 30)
-            except RuntimeError as error:
-                found["failed"][name] = str(error)
+                pair.wait_ready(deadline - 30)
+            except (RuntimeError, OSError, KeyError, ValueError) as error:
+                found["failed"][name] = str(error) if isinstance(error, RuntimeError) else f"not ready: {error!r}"
                 running.pop(name).stop()
         say(f"  pairs up: {list(running)}")
         for name, pair in running.items():
@@ -788,14 +767,12 @@ def run_pd(
             ids, turn = random_prompts([n], 1000 * r + n, vocab)[0], r % max(len(names), 1)
             for name in names[turn:] + names[:turn]:
                 pair = running.get(name)
-                if pair is None or (f"{name}, pool" in found["failed"] and pair.too_small(n)):
+                if pair is None or pair.too_small(n):
                     continue
                 if now() > deadline - 10:
                     found["failed"].setdefault("time", f"stopped before round {r}, {n} tokens")
                     break
                 try:
-                    if pair.pair.worn and n == lengths[0]:
-                        pair.wear(r == 0, vocab, max(5.0, deadline - now()))
                     row, cost = pair.ask(ids, 16 if r == 0 else 1, timeout=max(5.0, deadline - now()))
                 except (urllib.error.URLError, OSError, KeyError, TimeoutError) as error:
                     logs = "\n".join(log_tail(server.log, TAIL_LINES) for server in (pair.prefill, pair.decode))

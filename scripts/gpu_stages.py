@@ -72,6 +72,10 @@ class Stage:
     def run(self, context: Context) -> dict[str, Any]:
         raise NotImplementedError
 
+    def complaints(self, found: dict[str, Any]) -> list[str]:
+        """What went wrong in what :meth:`run` returned, a line each."""
+        return [f"{name} failed: {_first_line(text)}" for name, text in found["failed"].items()]
+
     def _ready(self, engine: Engine, context: Context) -> Engine:
         return gpu_run.rehearsed(engine) if context.rehearse else engine
 
@@ -112,6 +116,21 @@ class Answers(Stage):
             lambda outcomes: context.save(self._found(outcomes)),
         )  # fmt: skip
         return self._found(outcomes)
+
+    def complaints(self, found: dict[str, Any]) -> list[str]:
+        lines = []
+        for name, entry in found["engines"].items():
+            if entry["failure"]:
+                lines.append(f"{name} failed: {_first_line(entry['failure'])}")
+            for step, verdict in entry.get("verdicts", {}).items():
+                if verdict["wrong"]:
+                    lines.append(f"{name} {step}: {len(verdict['wrong'])} answers outside the limit")
+            if audit := entry.get("audit"):
+                if not audit["ok"]:
+                    lines.append(f"{name}: KV rows are not where the layout says, or were not compared")
+                elif not audit["control_noticed"]:
+                    lines.append(f"{name}: the audit did not notice another layout")
+        return lines
 
     def _found(self, outcomes: list[Outcome]) -> dict[str, Any]:
         by_name = {outcome.job.engine.name: outcome for outcome in outcomes}
@@ -164,13 +183,15 @@ class Answers(Stage):
                 partings = gpu_judge.compare(known, got)
                 entry["partings"][step] = [p._asdict() for p in partings]
                 entry["verdicts"][step] = gpu_judge.judge(partings, noise)._asdict()
-        if mine.audit and theirs.audit and not mine.failure and not theirs.failure:
-            spec = mine.job.engine
+        spec = mine.job.engine
+        # Without DCP every layout is the same, and no control could notice another one.
+        if spec.dcp > 1 and mine.audit and theirs.audit and not mine.failure and not theirs.failure:
             if spec.name not in self.audits:
                 try:
                     self.audits[spec.name] = gpu_judge.audit(
                         theirs.audit, mine.audit, spec.dcp, spec.block or 1,
-                        spec.page if spec.extra.get("dcp_rotate") else 0, "kv_cache_dtype" in spec.extra,
+                        spec.page if spec.extra.get("dcp_rotate") else 0,
+                        str(spec.extra.get("kv_cache_dtype")).startswith("fp8"),
                     )  # fmt: skip
                 except (ValueError, FileNotFoundError) as error:
                     self.audits[spec.name] = {"ok": False, "complaints": [str(error)]}
@@ -328,6 +349,18 @@ class Soak(Stage):
             found["soak"] = gpu_judge.judge_soak(sevens, whole, outcome["checked"], outcome["counts"])
         return found
 
+    def complaints(self, found: dict[str, Any]) -> list[str]:
+        lines = super().complaints(found)
+        if "soak" not in found:
+            return [*lines, "no answer was compared"]
+        soak = found["soak"]
+        if soak["wrong"]:
+            lines.append(f"{len(soak['wrong'])} answers outside the limit")
+        lines += [f"{soak[name]} requests: {name}" for name in ("stuck", "wrong_length") if soak[name]]
+        if not soak["control_noticed"]:
+            lines.append("answers to other prompts were not noticed")
+        return lines
+
 
 @dataclass
 class PrefillDecode(Stage):
@@ -356,9 +389,13 @@ class PrefillDecode(Stage):
 
     def _judged(self, found: dict[str, Any]) -> dict[str, Any]:
         found["rows"] = gpu_run.pd_rows(found, {p.name: p.against or self.against for p in self.pairs})
-        base = found["pairs"].get(self.against, {}).get("answers", [])
+        base = {answer["prompt"]: answer for answer in found["pairs"].get(self.against, {}).get("answers", [])}
         for data in found["pairs"].values():
-            data["partings"] = [p._asdict() for p in map(gpu_judge.part, base, data["answers"])]
+            data["partings"] = [
+                gpu_judge.part(base[answer["prompt"]], answer)._asdict()
+                for answer in data["answers"]
+                if answer["prompt"] in base
+            ]
         return found
 
 
@@ -396,12 +433,13 @@ def every_layout(two: Engine) -> list[tuple[Engine, str]]:
     ]
 
 
-def variant(pair: Pair, name: str, env: dict[str, str] | None = None, **changes: Any) -> Pair:
-    """``pair`` under another name, with ``env`` on both servers and other fields of a :class:`Pair`."""
-    prefill = replace(pair.prefill, name=f"{name}-prefill", env=env or {})
-    return replace(
-        pair, name=name, prefill=prefill, decode=replace(pair.decode, name=f"{name}-decode", env=env or {}), **changes
+def variant(pair: Pair, name: str, env: dict[str, str], against: str = "") -> Pair:
+    """``pair`` under another name, with ``env`` on both servers."""
+    prefill, decode = (
+        replace(server, name=f"{name}-{mode}", env=env)
+        for server, mode in ((pair.prefill, "prefill"), (pair.decode, "decode"))
     )
+    return Pair(name, prefill, decode, against)
 
 
 def pack_against_blocks(prefill: Engine, decode: Engine, blocks: Sequence[int]) -> PrefillDecode:
@@ -437,6 +475,10 @@ class Plan:
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _audit_cell(audit: dict[str, Any] | None) -> str:
@@ -545,6 +587,13 @@ def _show_soak(found: dict[str, Any], console: Console) -> None:
     _show_failures(found, console)
 
 
+def partings_line(partings: list[dict[str, Any]]) -> str:
+    """How far a pair's answers are from those of the pair they are compared with."""
+    known = [gpu_judge.Parting(**p) for p in partings]
+    noise, equal = gpu_judge.noise_of(known), sum(p.at is None for p in known)
+    return f"{noise.before:.3f} before a parting, gap {noise.gap:.3f}, {equal}/{len(known)} without one"
+
+
 def _show_pd(found: dict[str, Any], console: Console) -> None:
     table = Table(title="P->D, medians")
     columns = (
@@ -570,6 +619,8 @@ def _show_pd(found: dict[str, Any], console: Console) -> None:
             f"{(row['pack_buffer_bytes'] or 0) / 1e6:.1f}",
         )  # fmt: skip
     console.print(table)
+    for name, data in found["pairs"].items():
+        console.print(f"  answers of {name}: {partings_line(data['partings'])}")
     _show_failures(found, console)
 
 
@@ -648,7 +699,7 @@ def command(plan: Plan) -> typer.Typer:
         deadline = time.monotonic() + budget
         work = Path(tempfile.gettempdir()) / f"sglang-dcp-block-{prefix}"
         out.mkdir(parents=True, exist_ok=True)
-        failed = False
+        complaints = []
         for s in chosen:
             console.print(f"stage {s.name}: {s.what}; {deadline - time.monotonic():.0f} s left")
             began, file = time.monotonic(), out / f"{prefix}_{s.name}.json"
@@ -669,10 +720,12 @@ def command(plan: Plan) -> typer.Typer:
             context = Context(model, sizes.vocab, folder, deadline, rehearse, say, save, quiet)
             found = s.run(context)
             save(found)
-            failed |= bool(found.get("failed")) or '"failure": "exit' in json.dumps(found)
+            complaints += [f"stage {s.name}: {line}" for line in s.complaints(found)]
         for s in chosen:
             _show(s, out / f"{prefix}_{s.name}.json", console)
-        raise typer.Exit(1 if failed else 0)
+        for line in complaints:
+            console.print(line, markup=False)
+        raise typer.Exit(1 if complaints else 0)
 
     return app
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from brute_force import deal_pages
+from test_audit import Engine, served
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -56,6 +59,74 @@ def test_soak_counts_wrong_answers_and_notices_swapped_ones() -> None:
     found = gpu_judge.judge_soak(bank, bank, [good, aborted, bad], {"stuck": 0})
     assert (found["checked"], len(found["wrong"]), found["stuck"]) == (3, 1, 0)
     assert (found["checked_aborted"], found["checked_with_cached_prefix"], found["control_noticed"]) == (1, 1, 3)
+
+
+# -- KV rows -----------------------------------------------------------------------------------------------------------
+
+
+def recorded(engine: Engine, folder: Path) -> Path:
+    """The engine's request records in the files that an audited engine leaves."""
+    for number, record in enumerate(engine.request_records()):
+        rank = folder / f"rank{record.dcp_rank}"
+        rank.mkdir(parents=True, exist_ok=True)
+        np.savez(rank / f"request-{number:05d}.npz", **record._asdict())
+    return folder
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    return recorded(served(1, 1, 4), tmp_path / "dcp1")
+
+
+def row_of(engine: Engine, request: int, position: int) -> np.ndarray:
+    """(layers, width): a view."""
+    rank, row = engine.place(engine.requests[request][1][position])
+    return engine.pools[rank, :, row]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_apart_by_the_largest_noise_seen_pass(reference: Path, tmp_path: Path, fp8: bool) -> None:
+    engine = served(2, 4, 4)
+    engine.pools += 0.07
+    found = gpu_judge.audit(reference, recorded(engine, tmp_path / "dcp2"), 2, 4, fp8=fp8)
+    assert found["ok"] and found["control_noticed"], found
+    assert found["compared"] == sum(len(tokens) for tokens, _ in engine.requests)
+    assert found["max_abs_diff"] == pytest.approx(0.07, abs=1e-5)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_halved_row_and_a_neighbours_row_are_mismatches(reference: Path, tmp_path: Path, fp8: bool) -> None:
+    engine = served(2, 4, 4)
+    row_of(engine, 2, 9)[:] /= 2
+    row_of(engine, 3, 17)[:] = row_of(engine, 3, 18)
+    found = gpu_judge.audit(reference, recorded(engine, tmp_path / "dcp2"), 2, 4, fp8=fp8)
+    assert (found["ok"], found["mismatches"], found["written"]) == (False, 2, 0), found
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_fp8_step_passes_with_fp8_only(reference: Path, tmp_path: Path, fp8: bool) -> None:
+    engine = served(2, 4, 4)
+    row = row_of(engine, 2, 9)
+    row[:] += np.where(np.abs(row) == np.abs(row).max(), 0.25 + np.abs(row) / 9, 0)
+    found = gpu_judge.audit(reference, recorded(engine, tmp_path / "dcp2"), 2, 4, fp8=fp8)
+    assert (found["ok"], found["mismatches"]) == ((True, 0) if fp8 else (False, 1)), found
+
+
+class RotatedPages(Engine):
+    def place(self, slot: int) -> tuple[int, int]:
+        dealt = deal_pages(60, self.dcp, self.block, self.page_rows)
+        return int(dealt.owner[slot]), int(dealt.row[slot])
+
+
+def test_rotated_pages_are_judged_as_such(reference: Path, tmp_path: Path) -> None:
+    records = recorded(served(2, 4, 4, RotatedPages), tmp_path / "rotated")
+    found = gpu_judge.audit(reference, records, 2, 4, rotated_page=4)
+    assert found["ok"] and found["control_noticed"], found
+    assert not gpu_judge.audit(reference, records, 2, 4)["ok"]
+    assert not gpu_judge.audit(reference, recorded(served(2, 4, 4), tmp_path / "plain"), 2, 4, rotated_page=4)["ok"]
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
 
 
 def timed(**samples: list[list[float]]) -> dict:

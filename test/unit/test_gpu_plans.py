@@ -82,6 +82,64 @@ def test_rows_of_pairs_are_medians_over_those_of_their_own_pair() -> None:
     ]  # fmt: skip
 
 
+def test_answers_of_pairs_are_compared_by_prompt() -> None:
+    def answer(prompt: int, *ids: int) -> dict:
+        return {"prompt": prompt, "ids": ids, "logprobs": [-1.0 - prompt / 1e4] * len(ids), "gaps": [0.5] * len(ids)}
+
+    stage = two_gpus.pd()
+    answers = {"stock": [answer(65, 1, 2), answer(150, 3, 4)], "block64": [answer(150, 3, 9), answer(7, 1)]}
+    found = stage._judged({"pairs": {name: {"costs": [], "answers": a} for name, a in answers.items()}, "failed": {}})
+    by_pair = {name: data["partings"] for name, data in found["pairs"].items()}
+    assert [(p["prompt"], p["at"], p["gap"], p["before"]) for p in by_pair["block64"]] == [(150, 1, 0.5, 0.0)]
+    assert gpu_stages.partings_line(by_pair["block64"]) == "0.000 before a parting, gap 0.500, 0/1 without one"
+    assert gpu_stages.partings_line(by_pair["stock"]) == "0.000 before a parting, gap 0.000, 2/2 without one"
+
+
+GOOD_AUDIT = {"ok": True, "control_noticed": True}
+GOOD_ENGINE = {"failure": "", "verdicts": {"fresh": {"wrong": []}}, "audit": GOOD_AUDIT}
+GOOD_SOAK = {"wrong": [], "stuck": 0, "wrong_length": 0, "control_noticed": 3}
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({}, ""),
+        ({"audit": None}, ""),
+        ({"failure": "exit 1; log ends with:\nlast line"}, "tri-b64 failed: exit 1; log ends with:"),
+        ({"failure": "not run: needs about 90 s"}, "tri-b64 failed: not run: needs about 90 s"),
+        ({"verdicts": {"fresh": {"wrong": []}, "again": {"wrong": ["a", "b"]}}}, "tri-b64 again: 2 answers outside"),
+        ({"audit": GOOD_AUDIT | {"ok": False}}, "tri-b64: KV rows are not where the layout says"),
+        ({"audit": {"ok": False, "complaints": ["no records"]}}, "tri-b64: KV rows are not where the layout says"),
+        ({"audit": GOOD_AUDIT | {"control_noticed": False}}, "tri-b64: the audit did not notice another layout"),
+    ],
+)
+def test_complaints_about_answers(changed: dict, complaint: str) -> None:
+    found = {"engines": {"tri-dcp1": {"failure": ""}, "tri-b64": GOOD_ENGINE | changed}}
+    lines = two_gpus.answers().complaints(found)
+    assert len(lines) == bool(complaint) and all(line.startswith(complaint) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("found", "complaints"),
+    [
+        ({"failed": {}, "soak": GOOD_SOAK}, []),
+        ({"failed": {}, "soak": GOOD_SOAK | {"wrong": ["a"], "stuck": 2}}, ["1 answers outside", "2 requests: stuck"]),
+        ({"failed": {}, "soak": GOOD_SOAK | {"wrong_length": 1}}, ["1 requests: wrong_length"]),
+        ({"failed": {}, "soak": GOOD_SOAK | {"control_noticed": 0}}, ["answers to other prompts were not noticed"]),
+        ({"failed": {"tri-b64": "exit 1\nlog"}}, ["tri-b64 failed: exit 1", "no answer was compared"]),
+    ],
+)
+def test_complaints_about_a_soak(found: dict, complaints: list[str]) -> None:
+    lines = two_gpus.SOAK.complaints(found)
+    assert len(lines) == len(complaints) and all(map(str.startswith, lines, complaints)), lines
+
+
+@pytest.mark.parametrize("stage", [two_gpus.speed(), two_gpus.pd()], ids=lambda stage: stage.name)
+def test_complaints_about_what_failed(stage) -> None:
+    assert stage.complaints({"failed": {}, "rows": []}) == []
+    assert stage.complaints({"failed": {"time": "stopped before round 3"}}) == ["time failed: stopped before round 3"]
+
+
 def test_cells() -> None:
     assert gpu_stages.parse_cell("64x8192") == (64, 8192, "")
     assert gpu_stages.parse_cell("1x128=tri|fi-b64") == (1, 128, "tri|fi-b64")
