@@ -167,9 +167,8 @@ def model_folder(sizes: TinyModel, root: Path, weights: bool = True) -> Path:
         if weights:
             write(folder, sizes)
         described = config(sizes)
-        if (
-            isinstance(sizes, TinyMla) and sizes.kv_lora_rank == 512
-        ):  # the CPU bed needs a scaled rope; plain rope is what GPUs have a kernel for
+        # The CPU bed needs a scaled rope; plain rope is what GPUs have a kernel for.
+        if isinstance(sizes, TinyMla) and sizes.kv_lora_rank == 512:
             described["rope_scaling"] = None
         (folder / "config.json").write_text(json.dumps(described))
         (folder / "done").touch()

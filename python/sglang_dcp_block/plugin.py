@@ -589,12 +589,9 @@ def check_same_layout(config: server_args.DcpBlockConfig, group: Any) -> None:
     Raises:
         HookError: some rank has another; the message lists them by rank.
     """
-    import torch.distributed as dist
-
     rotated = " rotated" if config.rotate else ""
     mine = f"block size {config.block_size}{rotated} (plugin {__version__})"
-    everyone: list[Any] = [None] * dist.get_world_size(group.cpu_group)
-    dist.all_gather_object(everyone, mine, group=group.cpu_group)
+    everyone = runtime.of_every_rank(mine, group)
     if any(other != mine for other in everyone):
         listing = ", ".join(f"rank {rank}: {flags}" for rank, flags in enumerate(everyone))
         raise HookError(f"sglang-dcp-block: the DCP ranks don't share one layout ({listing}): start all with one flag.")

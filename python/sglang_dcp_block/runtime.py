@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_dcp_block.dcp.layout import DcpLayout
 
 _layout: DcpLayout | None = None
@@ -35,3 +37,12 @@ def active_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().attn_dcp_rank
+
+
+def of_every_rank(mine: str, group: Any) -> list[str]:
+    """``mine`` of every rank of SGLang's ``group``, in order of rank. All of them call it at once."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size(group.cpu_group)
+    dist.all_gather_object(everyone, mine, group=group.cpu_group)
+    return everyone

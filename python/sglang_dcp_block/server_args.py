@@ -276,6 +276,14 @@ def _has_dp_attention(launch: Launch) -> bool:
     return (launch.cfg.attn_dp_size or 1) > 1
 
 
+def _has_fp8_kv(launch: Launch) -> bool:
+    return launch.cfg.kv_cache_dtype.startswith("fp8")
+
+
+def _has_hicache_on_pd(launch: Launch) -> bool:
+    return bool(launch.cfg.enable_hierarchical_cache) and launch.transfer_backend is not None
+
+
 def _architecture(launch: Launch) -> str:
     return (launch.model.hf_config.architectures or ["unknown"])[0]
 
@@ -373,7 +381,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _gqa(
         "fp8",
         "FP8 KV cache of grouped-query models",
-        lambda launch: launch.cfg.kv_cache_dtype.startswith("fp8"),
+        _has_fp8_kv,
         f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}} and grouped-query attention: use auto.",
         lambda launch: {"dtype": launch.cfg.kv_cache_dtype},
     ),
@@ -443,13 +451,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "fp8-pairs",
         "FP8 KV cache with DP attention, or with HiCache on a PD server",
-        lambda launch: (
-            launch.cfg.kv_cache_dtype.startswith("fp8")
-            and (
-                _has_dp_attention(launch)
-                or (launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None)
-            )
-        ),
+        lambda launch: _has_fp8_kv(launch) and (_has_dp_attention(launch) or _has_hicache_on_pd(launch)),
         f"{FLAG} {{B}} is not tested with --kv-cache-dtype {{dtype}} and {{other}}: use --kv-cache-dtype bfloat16.",
         lambda launch: {
             "dtype": launch.cfg.kv_cache_dtype,
@@ -541,9 +543,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "hicache-dp-attention",
         "HiCache with DP attention on a PD server",
-        lambda launch: (
-            launch.cfg.enable_hierarchical_cache and launch.transfer_backend is not None and _has_dp_attention(launch)
-        ),
+        lambda launch: _has_hicache_on_pd(launch) and _has_dp_attention(launch),
         f"{FLAG} {{B}} is not tested with --enable-hierarchical-cache and DP attention on a PD {{mode}} server: "
         "drop --enable-hierarchical-cache.",
         lambda launch: {"mode": launch.cfg.disaggregation_mode},

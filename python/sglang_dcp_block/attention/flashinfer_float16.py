@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sglang_dcp_block import hooks
+from sglang_dcp_block import hooks, runtime
 from sglang_dcp_block.attention import partials
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,9 @@ def load_module(backend: str, model_dtype: torch.dtype, lora_dim: int, rope_dim:
 
 def over_dcp_group(mine: str) -> list[str]:
     """``mine`` of every rank of the DCP group, in order of rank."""
-    import torch.distributed as dist
     from sglang.srt.runtime_context import get_parallel
 
-    group = get_parallel().dcp_group.cpu_group
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    return runtime.of_every_rank(mine, get_parallel().dcp_group)
 
 
 @functools.cache
