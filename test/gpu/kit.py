@@ -173,6 +173,10 @@ def as_rank(layout: DcpLayout, rank: int, how: str = "a2a"):
         yield
 
 
+def indptr(lens: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=dtype, device=DEVICE)
+
+
 @contextmanager
 def syncs_are_errors():
     torch.cuda.synchronize()

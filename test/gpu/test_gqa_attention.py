@@ -16,7 +16,7 @@ import kit
 import pytest
 import torch
 from brute_force import deal
-from kit import DEVICE
+from kit import DEVICE, indptr
 
 from sglang_dcp_block.attention import triton_gqa, triton_mla
 from sglang_dcp_block.dcp.layout import DcpLayout
@@ -221,10 +221,6 @@ class Server:
         return out, torch.stack(exchange.sent(1)) if exchange.calls else None
 
 
-def indptr(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
-
-
 def attention_f64(q: torch.Tensor, kv: Kv, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 attention of queries at positions first, first + 1, ... -> (m, H, DIM), and the LSE over the positions
     before ``first`` (m, H)."""
@@ -272,6 +268,14 @@ def empty_shards(layout: DcpLayout, lens: list[int]) -> torch.Tensor:
     return torch.tensor(found, device=DEVICE)
 
 
+def as_exact_as(stock: torch.Tensor, out: torch.Tensor, want: torch.Tensor, report, **more: object) -> None:
+    """Against float64, no further off than SGLang's DCP1. more: reported beside the errors."""
+    ours, theirs = kit.difference(out, want), kit.difference(stock, want)
+    report(worst=ours.worst, mean=ours.mean, stock_worst=theirs.worst, stock_mean=theirs.mean, **more)
+    assert ours.worst <= max(ALLOWED_WORST * theirs.worst, 1e-6), f"{ours}, stock DCP1: {theirs}"
+    assert ours.mean <= max(ALLOWED_MEAN * theirs.mean, 1e-6), f"{ours}, stock DCP1: {theirs}"
+
+
 @every_case
 def test_decode_is_as_exact_as_stock_dcp1(case: Case, report) -> None:
     lens = kit.lengths_around(case.layout, 5000 if ON_GPU else 40)
@@ -284,16 +288,10 @@ def test_decode_is_as_exact_as_stock_dcp1(case: Case, report) -> None:
     out, lse = server.decode(req_rows, seq_lens, loc, q, new)
     exact = [attention_f64(q[i : i + 1], kv, n - 1)[0] for i, (kv, n) in enumerate(zip(server.kv, lens, strict=True))]
     want = torch.cat(exact)
-    ours, theirs = kit.difference(out, want), kit.difference(stock_decode(q, server.kv, lens), want)
     scores = [torch.einsum("hd,nd->hn", x.double(), kv.k[:, 0].double()) for x, kv in zip(q, server.kv, strict=True)]
     want_lse = torch.stack([(s * SCALE).logsumexp(-1) for s in scores])
     lse_error = float((torch.logsumexp(lse.double(), dim=0) - want_lse).abs().max())
-    report(
-        case=str(case), worst=ours.worst, mean=ours.mean, stock_worst=theirs.worst, stock_mean=theirs.mean,
-        lse_error=lse_error,
-    )  # fmt: skip
-    assert ours.worst <= max(ALLOWED_WORST * theirs.worst, 1e-6), f"{ours}, stock DCP1: {theirs}"
-    assert ours.mean <= max(ALLOWED_MEAN * theirs.mean, 1e-6), f"{ours}, stock DCP1: {theirs}"
+    as_exact_as(stock_decode(q, server.kv, lens), out, want, report, case=str(case), lse_error=lse_error)
     assert lse_error < 0.02
     empty = empty_shards(case.layout, lens)
     assert empty.any() and (lse[empty] == -math.inf).all() and lse[~empty].isfinite().all()
@@ -337,19 +335,11 @@ def test_extend_is_as_exact_as_stock_dcp1(case: Case, report) -> None:
     out, lse = server.extend(prefixes, q, new, lens)
     exact = [attention_f64(x, kv, p) for x, kv, p in zip(queries, server.kv, prefixes, strict=True)]
     want, want_lse = (torch.cat(x) for x in zip(*exact, strict=True))
-    ours, theirs = (
-        kit.difference(out, want),
-        kit.difference(stock_extend(q, server.kv, new, prefixes, lens), want),
-    )
     cached = want_lse.isfinite()
     merged = torch.logsumexp(lse.double(), dim=0)
     lse_error = float((merged - want_lse)[cached].abs().max())
-    report(
-        case=str(case), worst=ours.worst, mean=ours.mean, stock_worst=theirs.worst, stock_mean=theirs.mean,
-        lse_error=lse_error,
-    )  # fmt: skip
-    assert ours.worst <= max(ALLOWED_WORST * theirs.worst, 1e-6), f"{ours}, stock DCP1: {theirs}"
-    assert ours.mean <= max(ALLOWED_MEAN * theirs.mean, 1e-6), f"{ours}, stock DCP1: {theirs}"
+    stock = stock_extend(q, server.kv, new, prefixes, lens)
+    as_exact_as(stock, out, want, report, case=str(case), lse_error=lse_error)
     assert lse_error < 0.02 and (merged[~cached] == -math.inf).all() and not cached.all()
     per_token = empty_shards(case.layout, prefixes).repeat_interleave(torch.tensor(lens, device=DEVICE), dim=1)
     assert (lse[per_token] == -math.inf).all() and lse[~per_token].isfinite().all()
