@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dcp_block.attention import partials
+from sglang_dcp_block.testing.exchange import Exchange
 
 
 @pytest.fixture
@@ -92,32 +93,6 @@ def test_two_models_do_not_share_a_merge(merge_by) -> None:
         partials.keep_model_dtype(torch.float16)
 
 
-class Group:
-    """The ranks of a DCP group one after another: what each sent in the first round arrives in the second."""
-
-    def __init__(self, ranks: int) -> None:
-        self.world_size, self.sent = ranks, {}
-
-    def as_rank(self, rank: int) -> Group:
-        self.rank_in_group = rank
-        return self
-
-    def all_to_all_single(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        self.sent[self.rank_in_group] = sent.clone().view(self.world_size, -1)
-        if len(self.sent) == self.world_size:
-            parts = [self.sent[rank][self.rank_in_group] for rank in range(self.world_size)]
-            received.copy_(torch.cat(parts))
-
-    def all_gather(self, lse: torch.Tensor, dim: int) -> torch.Tensor:
-        self.sent["lse", self.rank_in_group] = lse.clone()
-        return torch.cat([self.sent.get(("lse", rank), lse) for rank in range(self.world_size)])
-
-    def reduce_scatter_along_dim(self, weighed: torch.Tensor, dim: int) -> torch.Tensor:
-        self.sent["out", self.rank_in_group] = weighed.clone()
-        total = sum(self.sent.get(("out", rank), weighed) for rank in range(self.world_size))
-        return total.chunk(self.world_size, dim)[self.rank_in_group]
-
-
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 @pytest.mark.parametrize("how", ["a2a", "ag_rs"])
 def test_through_sglangs_merges(merge_by, monkeypatch, how: str, backend: str) -> None:
@@ -140,16 +115,16 @@ def test_through_sglangs_merges(merge_by, monkeypatch, how: str, backend: str) -
     monkeypatch.setattr(comm, "dcp_lse_combine_triton", lambda *a, **k: partials.lse_combine(combine, *a, **k))
 
     def merged(dtype: torch.dtype, lses: torch.Tensor) -> torch.Tensor:
-        group, results = Group(ranks), []
-        for rank in [*range(ranks), *range(ranks)]:
+        group = Exchange(ranks)
+
+        def work(rank: int) -> torch.Tensor:
             part, lse = exact[rank].to(dtype), lses[rank].clone()
             if how == "a2a":
-                result = comm.dcp_a2a_lse_reduce(part, lse, group.as_rank(rank), is_lse_base_on_e=base_e)
-            else:
-                args = part, lse, group.as_rank(rank)
-                result = partials.gather_lse_reduce_scatter(scatter, *args, is_lse_base_on_e=base_e).transpose(0, 1)
-            results.append(result)
-        return torch.cat(results[ranks:], dim=1)
+                return comm.dcp_a2a_lse_reduce(part, lse, group, is_lse_base_on_e=base_e)
+            merge = partials.gather_lse_reduce_scatter
+            return merge(scatter, part, lse, group, is_lse_base_on_e=base_e).transpose(0, 1)
+
+        return torch.cat(group.run(work), dim=1)
 
     def error(got: torch.Tensor) -> float:
         return float((got.double() - want).norm() / want.norm())
